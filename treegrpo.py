@@ -43,6 +43,7 @@ import importlib
 import json
 import math
 import os
+import pickle
 import random
 import resource
 import signal
@@ -93,7 +94,7 @@ class Config:
     dtype: str = opt("fp32", "precision of the frozen weights; sampler maths is always fp32",
                      choices=("fp32", "bf16", "fp16"))
     # the sampler
-    steps: int = opt(10, "denoising steps T", lo=2)
+    steps: int = opt(10, "denoising steps T", lo=2, hi=999)
     resolution: int = opt(16, "image side in pixels", lo=8)
     guidance: float = opt(1.0, "classifier-free guidance scale, the same in sampling and training", lo=1.0)
     sde: str = opt("flow", "SDE of flow models (epsilon and v models: DDIM)", choices=("flow", "cps", "dance"))
@@ -187,14 +188,18 @@ def check_range(name: str, value, meta) -> None:
             raise UsageError(f"{flag} {v}: allowed are {', '.join(choices)}{nearest(v, choices)}")
         bounds = [f"> {above}"] * (above is not None) + [f">= {lo}"] * (lo is not None) + [f"<= {hi}"] * (hi is not None)
         good = ((above is None or v > above) and (lo is None or v >= lo) and (hi is None or v <= hi))
-        if bounds and not good:  # NaN fails every comparison
-            raise UsageError(f"{flag} {v}: must be {' and '.join(bounds)}")
+        if bounds and not (good and math.isfinite(v)):  # NaN fails every comparison
+            raise UsageError(f"{flag} {v}: must be finite and {' and '.join(bounds)}")
 
 
 def check_config(cfg: Config) -> None:
     """Refuse what cannot work, before any model is loaded."""
     for f in dataclasses.fields(cfg):
         check_range(f.name, getattr(cfg, f.name), f.metadata)
+    gpus = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
+    devices = ["auto", "cpu", *["cuda"][:len(gpus)], *gpus, *["mps"][:torch.backends.mps.is_available()]]
+    if cfg.device not in devices:
+        raise UsageError(f"--device {cfg.device}: available are {', '.join(devices)}")
     T, w = cfg.steps, cfg.window
     if w > T - 1:
         raise UsageError(f"--depth {w}: the window must end before the last of {T} steps; allowed 1 to {T - 1}")
@@ -211,6 +216,9 @@ def check_config(cfg: Config) -> None:
     if bounded in ("ddim", "cps") and worst > 1 + 1e-9:
         raise UsageError(f"--noise-level {cfg.noise_level} --noise-growth {cfg.noise_growth}: reaches {worst:.3g}; "
                          f"{bounded} allows at most 1")
+    names = [parse_reward(r)[0] for r in cfg.reward]
+    if len(set(names)) < len(names):
+        raise UsageError(f"--reward {' '.join(cfg.reward)}: names a reward twice; allowed is once each")
     if cfg.clip_min > cfg.clip_max:
         raise UsageError(f"--clip-min {cfg.clip_min}: must be <= --clip-max {cfg.clip_max}")
 
@@ -300,7 +308,7 @@ def plan(cfg: Config, dims: int | None = None) -> str:
     cost = [nfe(s, cfg.roots, cfg.inner_epochs, cfg.kl > 0) for s in fixed]
     mean = sum(p * c[0] for p, c in zip(probs or [1 / len(cost)] * len(cost), cost))
     leaves = cfg.roots * math.prod(s.children for s in fixed[0])
-    double = " (x 2 for guidance)" if cfg.guidance > 1 and not embeds_guidance(cfg.model) else ""
+    double = " (x 2 for guidance)" if cfg.guidance > 1 else ""
     lines = [f"{cfg.method} on {cfg.model}: {T} steps, window {cfg.window} ({cfg.window_mode}), "
              f"k {'-'.join(map(str, cfg.branch))}, roots {cfg.roots}, {cfg.prompts_per_iteration} prompts/iteration",
              f"  per prompt: {leaves} leaves, {cost[0][1] // cfg.inner_epochs} trained nodes",
@@ -498,11 +506,12 @@ MIN_SPREAD = 1e-6  # below this spread a group tells nothing: its advantages are
 
 def group_stats(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, population std and size of each value's group; values, groups (n,) -> 3 x (n,)."""
+    dtype, values = values.dtype, values.double()  # else equal rewards of 21.3 have a spread of 2e-6
     zeros = values.new_zeros(int(groups.max()) + 1)
     count = zeros.index_add(0, groups, torch.ones_like(values))
     mean = zeros.index_add(0, groups, values) / count
     var = zeros.index_add(0, groups, (values - mean[groups]) ** 2) / count
-    return mean[groups], var.sqrt()[groups], count[groups]
+    return mean[groups].to(dtype), var.sqrt()[groups].to(dtype), count[groups].to(dtype)
 
 
 def leaf_advantages(rewards: Tensor, groups: Tensor, weights=(1.0,)) -> Tensor:
@@ -870,6 +879,8 @@ def ddpm_alphas() -> Tensor:
 
 
 def caption_words(caption: str) -> list[int]:
+    if caption not in CAPTIONS:
+        raise UsageError(f"prompt {caption!r}: the tiny world knows a {'|'.join(COLOURS)} {'|'.join(SHAPES)}")
     names = [*COLOURS, *SHAPES]
     return [names.index(w) for w in caption.split()[1:]]
 
@@ -1038,7 +1049,7 @@ def score(rewards: dict, images: Tensor, prompts: list[str]) -> Tensor:
 def read_prompts(path: str) -> list[str]:
     """Prompts of a .txt (one a line) or .jsonl file (key 'prompt'); blank lines are skipped."""
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as e:
         raise UsageError(f"--prompts {path}: {e}") from None
     prompts = []
@@ -1085,6 +1096,13 @@ class Run:
 
     def __init__(self, cfg: Config):
         self.cfg, self.prompts = cfg, read_prompts(cfg.prompts) if cfg.prompts else list(CAPTIONS)
+        if cfg.model.startswith("tiny"):
+            for p in self.prompts:
+                caption_words(p)
+        for name in ("prompts_per_iteration", "eval_images"):
+            if getattr(cfg, name) < world()[1]:
+                raise UsageError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be >= {world()[1]}, "
+                                 "one per process")
         device = torch.device(cfg.device if cfg.device != "auto" else
                               "cuda" if torch.cuda.is_available() else "cpu")
         specs = [parse_reward(r) for r in cfg.reward]
@@ -1141,7 +1159,7 @@ class Run:
         slots = list(range(self.cfg.eval_images))[rank::size]
         prompts = [self.prompts[n % len(self.prompts)] for n in slots]
         with self.averaged():
-            rewards = score(self.rewards, self.sample(prompts, ("evaluation",), slots), prompts)
+            rewards = together(lambda: score(self.rewards, self.sample(prompts, ("evaluation",), slots), prompts))
             mean = all_sum(torch.tensor(self.weights) @ rewards.sum(1)).item() / self.cfg.eval_images
             if mean > self.best:
                 self.best, self.best_iteration = mean, self.iteration
@@ -1220,17 +1238,24 @@ def train(cfg: Config) -> Run:
     lock = open_folder(cfg) if leader else None
     run = Run(cfg)
     if cfg.resume:
-        run.load(torch.load(cfg.folder / "last.pt", map_location="cpu", weights_only=True))
+        try:
+            run.load(torch.load(cfg.folder / "last.pt", map_location="cpu", weights_only=True))
+        except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as e:
+            raise UsageError(f"--resume {cfg.folder}: last.pt is no checkpoint of this run "
+                             f"({type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'empty'})") from None
     if leader:
         print(plan(cfg, math.prod(run.policy.shape)), flush=True)
         text = json.dumps(dataclasses.asdict(cfg) | dict(resume="", overwrite=False), indent=1)
         (cfg.folder / "config.json").write_text(text + "\n")
-        cut_log(cfg.folder / "log.jsonl", run.iteration if cfg.resume else -1)
+        cut_log(cfg.folder / "log.jsonl", (run.iteration or -1) if cfg.resume else -1)
     stop = []
     handlers = {s: signal.signal(s, lambda *_: stop.append(1) if not stop else os._exit(130))
                 for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         loop(run, stop)
+    except (RewardError, NumericalError):
+        run.save()
+        raise
     finally:
         for s, handler in handlers.items():
             signal.signal(s, handler)
@@ -1256,12 +1281,9 @@ def loop(run: Run, stop: list) -> None:
         except NumericalError as e:
             log, failed = dict(skipped=f"{e} (iteration {run.iteration}, seed {cfg.seed})"), failed + 1
             bar.write(f"update skipped: {log['skipped']}", file=sys.stderr)
-        except RewardError:
-            run.save()
-            raise
         run.iteration += 1
         last = run.iteration == cfg.iterations or failed == 3
-        if last or run.iteration % cfg.eval_every == 0:
+        if not failed and (last or run.iteration % cfg.eval_every == 0):
             log |= run.measure()
         run.write(log)
         if last or run.iteration % cfg.save_every == 0:
@@ -1292,7 +1314,7 @@ def parse(argv: list[str] | None) -> Config:
     for f in dataclasses.fields(Config):
         many, name = isinstance(f.default, tuple), "--" + f.name.replace("_", "-")
         if isinstance(f.default, bool):
-            parser.add_argument(name, action=argparse.BooleanOptionalAction, help=f.metadata["help"])
+            parser.add_argument(name, action=argparse.BooleanOptionalAction, help=f.metadata["help"].replace("%", "%%"))
         else:
             shown = " ".join(map(str, f.default)) if many else f.default
             parser.add_argument(name, type=type(f.default[0] if many else f.default), metavar="X",
@@ -1314,7 +1336,10 @@ def resolve(given: dict) -> Config:
     method, model = given.get("method", Config.method), given.get("model", Config.model)
     if method not in PRESETS:
         raise UsageError(f"--method {method}: allowed are {', '.join(PRESETS)}{nearest(method, PRESETS)}")
-    return Config(**{**PRESETS[method], **FAMILIES[family(model)][1], **given})
+    cfg = Config(**{**PRESETS[method], **FAMILIES[family(model)][1], **given})
+    if is_ddim(model) and "noise_level" not in given:  # DDIM allows at most 1, also where it grows
+        cfg = dataclasses.replace(cfg, noise_level=cfg.noise_level / (1 + max(cfg.noise_growth, 0)))
+    return cfg
 
 
 MAY_CHANGE = {"resume", "iterations", "device", "micro_batch", "eval_every", "save_every", "track", "plan"}
@@ -1326,7 +1351,7 @@ def resume_config(given: dict) -> Config:
     try:
         old = json.loads((folder / "config.json").read_text())
         old = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in old.items()})
-    except (OSError, ValueError, TypeError) as e:
+    except (OSError, ValueError, TypeError, AttributeError) as e:
         raise UsageError(f"--resume {folder}: no configuration of a run there ({e})") from None
     for k in given.keys() - MAY_CHANGE:
         if given[k] != getattr(old, k):
