@@ -1041,7 +1041,8 @@ class Run:
         slots = list(range(self.cfg.eval_images))[rank::size]
         prompts = [self.prompts[n % len(self.prompts)] for n in slots]
         with self.averaged():
-            rewards = score(self.rewards, self.sample(prompts, ("evaluation",), slots), prompts)
+            rewards = together(lambda: score(
+                self.rewards, self.sample(prompts, ("evaluation",), slots), prompts))
             mean = all_sum((self.weights @ rewards).sum()).item() / self.cfg.eval_images
             if mean > self.best:
                 self.best, self.best_iteration = mean, self.iteration
@@ -1123,6 +1124,9 @@ def train(cfg: Config) -> Run:
         old = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
             loop(run, stop)
+        except RewardError:  # raised before the update: the state is that of the last iteration
+            run.save()
+            raise
         finally:
             for s, previous in old.items():
                 signal.signal(s, previous)
@@ -1145,20 +1149,21 @@ def loop(run: Run, stop: list) -> None:
     if run.iteration == 0:
         write(run.measure())
     bar = tqdm(total=cfg.iterations, initial=run.iteration, disable=not leader, unit="it")
-    while run.iteration < cfg.iterations and not all_sum(torch.tensor(len(stop))):
+
+    def attempt(function) -> dict:
         try:
-            log, failed = run.train_iteration(), 0
+            return function()
         except NumericalError as e:
-            log = {"skipped": f"{e} (iteration {run.iteration}, seed {cfg.seed})"}
-            failed += 1
-            bar.write(f"update skipped: {log['skipped']}", file=sys.stderr)
-        except RewardError:
-            run.save()
-            raise
+            message = f"{e} (iteration {run.iteration}, seed {cfg.seed})"
+            bar.write(f"skipped: {message}", file=sys.stderr)
+            return {"skipped": message}
+    while run.iteration < cfg.iterations and not all_sum(torch.tensor(len(stop))):
+        log = attempt(run.train_iteration)
+        failed = failed + 1 if "skipped" in log else 0
         run.iteration += 1
         last = run.iteration == cfg.iterations or failed == 3
         if last or run.iteration % cfg.eval_every == 0:
-            log |= run.measure()
+            log |= attempt(run.measure)
         write(log)
         if last or stop or run.iteration % cfg.save_every == 0:
             run.save()
@@ -1238,6 +1243,8 @@ def main(argv: list[str] | None = None) -> int:
     except (UsageError, RewardError, NumericalError) as e:
         print(f"treegrpo: {e}", file=sys.stderr)
         return 2 if isinstance(e, UsageError) else 1
+    except KeyboardInterrupt:
+        return 130
 
 if __name__ == "__main__":
     sys.exit(main())
