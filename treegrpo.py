@@ -38,6 +38,7 @@ import contextlib
 import dataclasses
 import difflib
 import fcntl
+import functools
 import hashlib
 import importlib
 import json
@@ -77,6 +78,7 @@ class Config:
     model: str = opt("tiny", "tiny, tiny-ddpm, sd15, sd3, flux, a hub id or a local folder")
     method: str = opt("treegrpo", "preset, a row of PRESETS; any other flag overrides it")
     reward: tuple[str, ...] = opt(("shapes",), "NAME[:WEIGHT] or MODULE:FUNCTION[:WEIGHT] ...")
+    reward_weights: tuple[str, ...] = opt((), "local copies of reward models, NAME=FOLDER ...")
     prompts: str = opt("", "file of prompts, .txt or .jsonl (key 'prompt'); empty: built in")
     prompts_per_iteration: int = opt(8, "prompts per iteration, over all processes", lo=1)
     iterations: int = opt(150, "training iterations", lo=1)
@@ -210,6 +212,8 @@ def check_config(cfg: Config) -> None:
     require(cfg.clip_min <= cfg.clip_max, f"--clip-min {cfg.clip_min}: must be <= --clip-max "
             f"{cfg.clip_max}")
     training_prompts(cfg)
+    if family(cfg.model) in REPOSITORIES and not cfg.plan:
+        FAMILIES[family(cfg.model)][0].latent_shape(cfg)
 
 # ==== 2. Schedule: one list of steps expresses every method ====================================
 
@@ -848,32 +852,275 @@ class TinyPolicy(Policy):
     def restore(self, folder: Path) -> None:
         self.net.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
 
+# ---- real models: diffusers pipelines of three classes ----------------------------------------
+REPOSITORIES = {"sd15": "stable-diffusion-v1-5/stable-diffusion-v1-5",
+                "sd3": "stabilityai/stable-diffusion-3.5-medium",
+                "flux": "black-forest-labs/FLUX.1-dev"}
+PIPELINES = {"StableDiffusionPipeline": "sd15", "StableDiffusion3Pipeline": "sd3",
+             "FluxPipeline": "flux"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+KINDS = {"epsilon": "eps", "v_prediction": "v"}
+ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]  # LoRA targets: ddpo-pytorch
+JOINT = ["attn." + t for t in (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")]
+PROMPTS = [  # for a first run: subjects, counts, colours, places, styles, lettering
+    "a lighthouse on a cliff in a thunderstorm, oil painting", "a fox asleep in snow at sunrise",
+    "three red apples beside a blue teapot", "an old fisherman mending a net, portrait photo",
+    "a glass greenhouse full of ferns, morning mist", "a black bicycle leaning on a yellow wall",
+    "two astronauts playing chess on the moon", "a bowl of ramen with a soft egg, seen from above",
+    "a shop window with a sign that says OPEN", "a paper boat drifting down a flooded street",
+    "a stone bridge over a mountain stream in autumn", "a marble statue of an owl in headphones",
+    "a market square at night lit by lanterns, watercolour", "a green parrot on a stack of books",
+    "an empty railway station in fog, black and white photo", "a castle made of ice at midnight"]
+
+def unavailable(model: str, error: Exception) -> UsageError:
+    """One line: which repository, where else to look, and its licence gate."""
+    source, reason = REPOSITORIES.get(model, model), f"{error}\n".splitlines()[0]
+    if Path(source).is_dir():
+        return UsageError(f"--model {model}: the folder is not a complete pipeline ({reason})")
+    gate = (f"; its licence must be accepted at https://huggingface.co/{source}, followed by "
+            "`hf auth login`" if source in (REPOSITORIES["sd3"], REPOSITORIES["flux"]) else "")
+    return UsageError(f"--model {model}: {source} is neither in the local cache nor to be had from "
+                      f"the hub{gate}; for a copy on disk use --model FOLDER ({reason})")
+
+@functools.cache
+def model_config(model: str, part: str = "") -> dict:
+    """model_index.json of a pipeline, or the configuration of one of its parts; no weights."""
+    from huggingface_hub import hf_hub_download
+    source = REPOSITORIES.get(model, model)
+    name = {"": "model_index.json", "scheduler": "scheduler/scheduler_config.json"}.get(
+        part, f"{part}/config.json")
+    try:
+        path = Path(source, name) if Path(source).is_dir() else hf_hub_download(source, name)
+        return json.loads(Path(path).read_text())
+    except (OSError, ValueError) as e:
+        raise unavailable(model, e) from None
+
+def load_pipeline(cfg: Config, core: str):
+    """Pipeline on the CPU: VAE and fully trained weights in float32, the rest in cfg.dtype.
+
+    Left out are the safety checker, and the T5 of SD3 where it is not there.
+    """
+    from diffusers import DiffusionPipeline
+    source, dtype = REPOSITORIES.get(cfg.model, cfg.model), DTYPES[cfg.dtype]
+    skip = {"safety_checker", "feature_extractor", "image_encoder"}
+    if Path(source).is_dir() and not Path(source, "text_encoder_3").is_dir():
+        skip |= {"text_encoder_3", "tokenizer_3"}
+    without = {k: None for k, v in model_config(cfg.model).items() if k in skip or v == [None, None]}
+    dtypes = {"vae": torch.float32, core: torch.float32 if cfg.full else dtype, "default": dtype}
+    try:
+        return DiffusionPipeline.from_pretrained(source, dtype=dtypes, **without)
+    except (OSError, ValueError) as e:
+        raise unavailable(cfg.model, e) from None
+
+class PipelinePolicy(Policy):
+    """A diffusers pipeline whose denoiser `core` is trained. Subclasses give `tables`, `forward`.
+
+    Only the tables of the scheduler are used, for its step() keeps an index of its own.
+    `asks` and `gives` are the arguments and results of the pipeline's encode_prompt.
+    """
+
+    core, patch, targets, embedded = "transformer", 2, JOINT, False  # targets: Flow-GRPO
+
+    def __init__(self, cfg: Config, device: torch.device):
+        self.cfg, self.device, self.dtype = cfg, device, DTYPES[cfg.dtype]
+        self.shape, self.guided = self.latent_shape(cfg), cfg.guidance > 1 and not self.embedded
+        self.pipe = load_pipeline(cfg, self.core)
+        self.net, self.vae = getattr(self.pipe, self.core), self.pipe.vae
+        for part in self.pipe.components.values():
+            if isinstance(part, nn.Module):
+                part.requires_grad_(False).eval()
+        self.trainable = self.unfreeze()
+        self.pipe.to(device)
+        self.vae.enable_slicing()
+        self.initial = [p.detach().clone() for p in self.trainable] if cfg.full else []
+        self.times, self.grid = self.tables(self.pipe.scheduler.config)  # (T,), (T+1,)
+        self.embed = functools.lru_cache(1024)(self.embed)  # on the CPU; FLUX: 4 MB a prompt
+
+    @classmethod
+    def latent_shape(cls, cfg: Config) -> tuple[int, int, int]:
+        """(C, H, W) of the latents; refuses what cannot work, from configurations alone."""
+        vae, scheduler = (model_config(cfg.model, part) for part in ("vae", "scheduler"))
+        factor = 2 ** (len(vae["block_out_channels"]) - 1)
+        if cfg.resolution % (factor * cls.patch):
+            raise UsageError(f"--resolution {cfg.resolution}: must be a multiple of "
+                             f"{factor * cls.patch} for --model {cfg.model}")
+        predicted = scheduler.get("prediction_type", "epsilon")
+        if predicted not in KINDS or scheduler.get("rescale_betas_zero_snr"):
+            raise UsageError(f"--model {cfg.model}: predicts {predicted}; allowed are "
+                             f"{', '.join(KINDS)}, without zero terminal SNR")
+        return vae["latent_channels"], cfg.resolution // factor, cfg.resolution // factor
+
+    def unfreeze(self) -> list[nn.Parameter]:
+        """LoRA matrices, or with --full all weights of the denoiser, in float32."""
+        from peft import LoraConfig
+        cfg, net = self.cfg, self.net
+        if cfg.full:
+            net.requires_grad_(True)
+        else:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(cfg.seed)
+                net.add_adapter(LoraConfig(
+                    r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, init_lora_weights="gaussian",
+                    target_modules=self.targets))
+        if cfg.grad_checkpointing:
+            net.enable_gradient_checkpointing()
+            for m in net.modules():  # diffusers checkpoints in train mode only; dropout stays off
+                m.train(not isinstance(m, nn.Dropout))
+        trainable = [p for p in net.parameters() if p.requires_grad]
+        for p in trainable:
+            p.data = p.data.float()
+        return trainable
+
+    @torch.no_grad()
+    def embed(self, prompt: str) -> dict[str, Tensor]:
+        parts = self.pipe.encode_prompt(prompt, device=self.device, **self.asks)
+        return {name: part[0].cpu() for name, part in zip(self.gives, parts, strict=False) if name}
+
+    def encode(self, prompts):
+        rows = [self.embed(p) for p in prompts]
+        if self.guided:
+            empty = self.embed("")
+            rows = [{k: torch.stack([empty[k], row[k]]) for k in row} for row in rows]
+        return {k: torch.stack([row[k] for row in rows]) for k in rows[0]}
+
+    def denoise(self, x, i, cond):
+        t = self.times[i].to(self.device).expand(len(x))
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            return self.forward(x, t, cond)
+
+    @torch.no_grad()
+    def decode(self, latents):
+        scale, shift = self.vae.config.scaling_factor, self.vae.config.shift_factor or 0.0
+        z = latents.to(self.device, torch.float32) / scale + shift
+        return (self.vae.decode(z, return_dict=False)[0] / 2 + 0.5).clamp(0, 1)
+
+    def reference(self):
+        if self.cfg.full:
+            return super().reference()
+        context = contextlib.ExitStack()
+        context.callback(self.net.enable_adapters)
+        self.net.disable_adapters()
+        return context
+
+    def export(self, folder: Path) -> None:
+        """For pipe.load_lora_weights(folder); with --full a folder `core` of all weights."""
+        from peft.utils import get_peft_model_state_dict
+        if self.cfg.full:
+            return self.net.save_pretrained(folder / self.core)
+        adapter = {"layers": get_peft_model_state_dict(self.net),
+                   "adapter_metadata": self.net.peft_config["default"].to_dict()}  # holds alpha
+        self.pipe.save_lora_weights(
+            folder, **{f"{self.core}_lora_{k}": v for k, v in adapter.items()})
+
+    def restore(self, folder: Path) -> None:
+        """Read what `export` wrote."""
+        from peft.utils import get_peft_model_state_dict
+        from safetensors.torch import load_file
+        if self.cfg.full:
+            saved = type(self.net).from_pretrained(folder / self.core)
+            return self.net.load_state_dict(saved.state_dict())
+        saved = load_file(folder / "pytorch_lora_weights.safetensors")
+        for name, value in get_peft_model_state_dict(self.net).items():
+            value.copy_(saved[f"{self.core}.{name}"])
+
+class SDPolicy(PipelinePolicy):
+    """Stable Diffusion 1 and 2, by DDIM whatever scheduler the repository holds (SD 1.5: PNDM)."""
+
+    core, patch, targets = "unet", 1, ATTENTION
+    gives = ("text",)
+    asks = {"num_images_per_prompt": 1, "do_classifier_free_guidance": False}
+
+    def tables(self, config):
+        from diffusers import DDIMScheduler
+        ddim = DDIMScheduler.from_config(config)
+        ddim.set_timesteps(self.cfg.steps)
+        self.kind, t = KINDS[ddim.config.prediction_type], ddim.timesteps
+        return t, torch.cat([ddim.alphas_cumprod[t], ddim.final_alpha_cumprod[None]])
+
+    def forward(self, x, t, cond):
+        return self.net(x, t, encoder_hidden_states=cond["text"], return_dict=False)[0]
+
+class SD3Policy(PipelinePolicy):
+    """Stable Diffusion 3 and 3.5, with or without the T5 encoder."""
+
+    asks = {"prompt_2": None, "prompt_3": None, "do_classifier_free_guidance": False}
+    gives = ("text", None, "pooled")
+
+    def tables(self, config):
+        from diffusers import FlowMatchEulerDiscreteScheduler
+        flow, T, how = FlowMatchEulerDiscreteScheduler.from_config(config), self.cfg.steps, {}
+        if config["use_dynamic_shifting"]:  # mu, linear in the number of image tokens
+            lo, hi = config["base_image_seq_len"], config["max_image_seq_len"]
+            share = (math.prod(self.shape[1:]) / 4 - lo) / (hi - lo)
+            how["mu"] = config["base_shift"] + share * (config["max_shift"] - config["base_shift"])
+        if self.embedded:  # FLUX starts from uniform sigmas, SD3 from the scheduler's own
+            how["sigmas"] = torch.linspace(1, 1 / T, T, dtype=torch.float64).tolist()
+        flow.set_timesteps(T, **how)
+        return flow.timesteps, flow.sigmas
+
+    def forward(self, x, t, cond):
+        return self.net(hidden_states=x, timestep=t, encoder_hidden_states=cond["text"],
+                        pooled_projections=cond["pooled"], return_dict=False)[0]
+
+class FluxPolicy(SD3Policy):
+    """FLUX.1: the denoiser takes the guidance scale as an input and latents in 2 x 2 patches."""
+
+    embedded, asks, gives = True, {"prompt_2": None}, ("text", "pooled")
+
+    def forward(self, x, t, cond):
+        h, w = (s // 2 for s in x.shape[2:])
+        row, col = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+        place = torch.stack([0 * row, row, col], -1).flatten(0, 1).to(x)  # (L, 3)
+        scale = torch.full_like(t, self.cfg.guidance) if self.net.config.guidance_embeds else None
+        v = self.net(hidden_states=F.pixel_unshuffle(x, 2).flatten(2).transpose(1, 2),  # (N, L, 4C)
+                     timestep=t / 1000, guidance=scale, encoder_hidden_states=cond["text"],
+                     pooled_projections=cond["pooled"], img_ids=place, return_dict=False,
+                     txt_ids=place.new_zeros(cond["text"].shape[1], 3))[0]
+        return F.pixel_shuffle(v.transpose(1, 2).unflatten(2, (h, w)), 2)
+
+# Config's own defaults: 10 steps (TreeGRPO); rank 32, alpha 64, noise .7 (Flow-GRPO); 8 prompts,
+# 216 images (DDPO takes 256). Here: 512 pixels (DDPO, Flow-GRPO); micro_batch, eval_images: ours.
+REAL = {"resolution": 512, "reward": ("hpsv2",), "dtype": "bf16", "eval_images": 64, "lr": 3e-4}
+FULL_LR = 1e-5  # TreeGRPO, DanceGRPO, MixGRPO: all weights. 3e-4: DDPO, Flow-GRPO, LoRA
 FAMILIES = {  # class of the policy, and the defaults of flags that depend on the model
     "tiny": (TinyPolicy, {}),
-    "tiny-ddpm": (TinyPolicy, {"noise_level": 1.0}),
+    "tiny-ddpm": (TinyPolicy, {}),
+    "sd15": (SDPolicy, REAL | {"guidance": 5.0, "micro_batch": 8}),  # guidance: DDPO
+    "sd3": (SD3Policy, REAL | {"guidance": 4.5, "micro_batch": 4}),  # TreeGRPO, Flow-GRPO
+    "flux": (FluxPolicy, REAL | {"guidance": 3.5, "micro_batch": 2}),  # DanceGRPO, MixGRPO
 }
 
 def family(model: str) -> str:
-    require(model in FAMILIES, f"--model {model}: allowed are {', '.join(FAMILIES)}"
+    """Row of FAMILIES: by name, else by the class in the pipeline's model_index.json."""
+    if model in FAMILIES:
+        return model
+    require("/" in model or Path(model).is_dir(), f"--model {model}: allowed are "
+            f"{', '.join(FAMILIES)}, a hub id (owner/name) or a local folder"
             f"{nearest(model, FAMILIES)}")
-    return model
+    found = model_config(model).get("_class_name")
+    require(found in PIPELINES, f"--model {model}: is a {found}; allowed are "
+            f"{', '.join(PIPELINES)}")
+    return PIPELINES[found]
 
 def is_ddim(model: str) -> bool:
-    return family(model) == "tiny-ddpm"
+    return family(model) in ("tiny-ddpm", "sd15")
 
 # ==== 9. Rewards: fn(images (B, 3, H, W) in [0, 1], prompts) -> (B,) ============================
 
-def shapes_reward(device):
+def shapes_reward(device, folder=None):
     """exp(-16 d), d the mean squared distance to the nearest clean drawing of the caption."""
     drawings = {c: draw_caption(c).to(device) for c in CAPTIONS}
 
     def score(images: Tensor, prompts: list[str]) -> Tensor:
         images = F.interpolate(images, (16, 16), mode="area")
-        want = torch.stack([drawings[p] for p in prompts])  # (B, 4, 3, 16, 16)
+        want = torch.stack([drawings[p] for p in prompts])  # (B, 9, 3, 16, 16)
         return torch.exp(-16 * ((images[:, None] - want) ** 2).mean((2, 3, 4)).amin(1))
     return score
 
-REWARDS = {"shapes": shapes_reward}
+def reward_makers() -> dict:
+    """name -> function(device, folder of local weights or None) that makes the reward."""
+    import evaluate
+    return {"shapes": shapes_reward} | evaluate.SCORERS
 
 def parse_reward(spec: str) -> tuple[str, float]:
     """'name', 'name:0.8', 'module:function' or 'module:function:0.8' -> (name, weight)."""
@@ -882,9 +1129,10 @@ def parse_reward(spec: str) -> tuple[str, float]:
         weight = float(last)
     except ValueError:
         name, weight = spec, 1.0
-    require(math.isfinite(weight) and (":" in name or name in REWARDS),
-            f"--reward {spec}: allowed are {', '.join(REWARDS)} or MODULE:FUNCTION, each with an "
-            f"optional :WEIGHT{nearest(name, REWARDS)}")
+    known = reward_makers()
+    require(math.isfinite(weight) and (":" in name or name in known),
+            f"--reward {spec}: allowed are {', '.join(known)} or MODULE:FUNCTION, each with an "
+            f"optional :WEIGHT{nearest(name, known)}")
     return name, weight
 
 def load_function(flag: str, name: str):
@@ -893,26 +1141,58 @@ def load_function(flag: str, name: str):
     sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as e:
-        raise UsageError(f"{flag} {name}: {e}") from None
+    except Exception as e:
+        raise UsageError(f"{flag} {name}: {e} ({type(e).__name__})") from None
 
+def load_rewards(cfg: Config, device) -> dict:
+    """name -> fn(images, prompts), all of --reward."""
+    folders, known, out = local_weights(cfg.reward_weights), reward_makers(), {}
+    for name, _ in map(parse_reward, cfg.reward):
+        out[name] = (known[name](device, folders.get(name)) if name in known else
+                     load_function("--reward", name))
+        require(callable(out[name]), f"--reward {name}: is not a function")
+    return out
+
+def local_weights(pairs) -> dict[str, Path]:
+    """--reward-weights NAME=FOLDER ... -> {name: folder}."""
+    folders, known = {}, reward_makers()
+    for name, _, folder in (pair.partition("=") for pair in pairs):
+        require(name in known and Path(folder).expanduser().is_dir(),
+                f"--reward-weights {name}={folder}: must be NAME=FOLDER, a folder that exists and "
+                f"one of {', '.join(known)}{nearest(name, known)}")
+        folders[name] = Path(folder).expanduser()
+    return folders
+
+def check_images(images: Tensor, prompts: list[str]) -> None:
+    """Refuse what no reward should see: a wrong shape, an empty prompt, a broken image."""
+    if images.shape[:-2] != (len(prompts), 3) or not images.is_floating_point():
+        raise RewardError(f"images are {images.dtype} {tuple(images.shape)}; must be float "
+                          f"({len(prompts)}, 3, H, W)")
+    low, high = images.flatten(1).aminmax(dim=1)  # NaN where an image holds one
+    for prompt, lo, hi in zip(prompts, low.tolist(), high.tolist(), strict=True):
+        if not prompt.strip():
+            raise RewardError(f"an empty prompt, {prompt!r}")
+        if not 0 <= lo <= hi <= 1 or hi == 0:
+            raise NumericalError(f"image of {prompt!r} spans {lo:.3g} to {hi:.3g}; must be finite, "
+                                 "within 0 to 1 and not all black")
+
+@torch.no_grad()
 def score(rewards: dict, images: Tensor, prompts: list[str]) -> Tensor:
     """All rewards of a batch of images -> (R, B) float32 on the CPU, checked."""
-    check_finite("image", images)
-    out = []
+    check_images(images, prompts)
+    out, about = [], f"for {len(prompts)} prompts, the first {prompts[0]!r}"
     for name, function in rewards.items():
         try:
             value = function(images, prompts)
         except Exception as e:
-            raise RewardError(f"reward {name} raised {type(e).__name__}: {e}") from e
-        ok = isinstance(value, Tensor) and value.is_floating_point()
-        if not ok or value.shape != (len(images),):
-            got = [value.dtype, *value.shape] if isinstance(value, Tensor) else type(value)
-            raise RewardError(f"reward {name} returned {got}, not a float tensor ({len(images)},)")
-        bad = (~torch.isfinite(value)).nonzero().flatten().tolist()
-        if bad:
-            raise NumericalError(f"reward {name} is {value[bad[0]]} for {prompts[bad[0]]!r}")
-        out.append(value.detach().float().cpu())
+            raise RewardError(f"reward {name} raised {type(e).__name__}: {e}, {about}") from e
+        got = (tuple(value.shape), value.dtype) if torch.is_tensor(value) else (type(value),)
+        if got[0] != (len(images),) or not value.is_floating_point():
+            raise RewardError(f"reward {name} returned {got} {about}; must be a float tensor (B,)")
+        for prompt, v in zip(prompts, value.tolist(), strict=True):
+            if not math.isfinite(v):
+                raise NumericalError(f"reward {name} is {v} for the prompt {prompt!r}")
+        out.append(value.float().cpu())
     return torch.stack(out)
 
 # ==== 10. A run: prompts, checkpoints, evaluation, one iteration ================================
@@ -938,10 +1218,14 @@ def read_prompts(path: str) -> list[str]:
 
 def training_prompts(cfg: Config) -> list[str]:
     """Prompts of the file, or the built-in ones; the tiny world knows its captions only."""
-    prompts = read_prompts(cfg.prompts) if cfg.prompts else list(CAPTIONS)
+    tiny = family(cfg.model) not in REPOSITORIES
+    prompts = read_prompts(cfg.prompts) if cfg.prompts else list(CAPTIONS if tiny else PROMPTS)
     rewards = [parse_reward(spec)[0] for spec in cfg.reward]
+    require(len(set(rewards)) == len(rewards), f"--reward {' '.join(cfg.reward)}: each may be given "
+            "once")
+    local_weights(cfg.reward_weights)
     strange = [p for p in prompts if p not in CAPTIONS]
-    require(not strange or ("shapes" not in rewards and cfg.model not in ("tiny", "tiny-ddpm")),
+    require(not strange or not (tiny or "shapes" in rewards),
             f"--prompts {cfg.prompts}: not in the tiny world: {strange[:1]}; allowed are: "
             f"a {'|'.join(COLOURS)} {'|'.join(SHAPES)}")
     return prompts
@@ -978,12 +1262,9 @@ class Run:
         self.cfg, self.prompts = cfg, training_prompts(cfg)
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(auto if cfg.device == "auto" else cfg.device)
-        specs = [parse_reward(r) for r in cfg.reward]
-        self.rewards = {name: REWARDS[name](self.device) if name in REWARDS else
-                        load_function("--reward", name) for name, _ in specs}
-        self.weights = torch.tensor([w for _, w in specs])
+        self.weights = torch.tensor([w for _, w in map(parse_reward, cfg.reward)])
         self.policy = FAMILIES[family(cfg.model)][0](cfg, self.device)
-        self.trainable = self.policy.trainable
+        self.rewards, self.trainable = load_rewards(cfg, self.device), self.policy.trainable
         self.optimizer = torch.optim.AdamW(self.trainable, cfg.lr, weight_decay=cfg.weight_decay)
         self.ema = [p.detach().clone() for p in self.trainable] if cfg.ema else []
         self.iteration, self.best, self.best_iteration = 0, -math.inf, 0
@@ -1191,7 +1472,7 @@ def parse(argv: list[str] | None) -> Config:
             how = {"action": argparse.BooleanOptionalAction, "help": f.metadata["help"]}
         else:
             shown = " ".join(map(str, f.default)) if many else f.default
-            how = {"type": type(f.default[0] if many else f.default), "metavar": "X",
+            how = {"type": type([*f.default, ""][0] if many else f.default), "metavar": "X",
                    "nargs": "+" if many else None, "help": f"{f.metadata['help']} [{shown}]"}
         parser.add_argument(name, **how)
     given, unknown = parser.parse_known_args(argv)
@@ -1207,10 +1488,19 @@ def resolve(given: dict) -> Config:
     method = given.get("method", "treegrpo")
     require(method in PRESETS, f"--method {method}: allowed are {', '.join(PRESETS)}"
             f"{nearest(method, PRESETS)}")
-    model = FAMILIES[family(given.get("model", "tiny"))][1]
-    return Config(**{**PRESETS[method], **model, **given})
+    model = given.get("model", "tiny")
+    if model == "runwayml/stable-diffusion-v1-5":
+        print(f"treegrpo: {model} has left the hub; using sd15", file=sys.stderr)
+        given["model"] = model = "sd15"
+    extra, growth = {}, {**PRESETS[method], **given}.get("noise_growth", 0.0)
+    if is_ddim(model):  # eta 1 is DDPM; with growth it is reached at the window's end
+        extra["noise_level"] = 1 / (1 + max(growth, 0.0))
+    if given.get("full") and family(model) in REPOSITORIES:
+        extra["lr"] = FULL_LR
+    return Config(**{**PRESETS[method], **FAMILIES[family(model)][1], **extra, **given})
 
-MAY_CHANGE = ("iterations", "device", "micro_batch", "eval_every", "save_every", "track", "plan")
+MAY_CHANGE = ("iterations", "reward_weights", "device", "micro_batch", "eval_every", "save_every",
+              "track", "plan")
 
 def read_config(folder: Path) -> Config:
     """The configuration of a run folder."""
@@ -1243,8 +1533,12 @@ def main(argv: list[str] | None = None) -> int:
     except (UsageError, RewardError, NumericalError) as e:
         print(f"treegrpo: {e}", file=sys.stderr)
         return 2 if isinstance(e, UsageError) else 1
+    except torch.OutOfMemoryError:
+        print(f"treegrpo: out of GPU memory; in this order: --micro-batch below {cfg.micro_batch}, "
+              "--grad-checkpointing, --dtype bf16, a smaller --resolution", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(importlib.import_module("treegrpo").main())  # one module for evaluate.py and for us
