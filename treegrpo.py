@@ -89,7 +89,7 @@ class Config:
     device: str = opt("auto", "auto, cpu, cuda, cuda:N or mps")
     dtype: str = opt("fp32", "precision of frozen weights", choices=("fp32", "bf16", "fp16"))
     # the sampler
-    steps: int = opt(10, "denoising steps T", lo=2)
+    steps: int = opt(10, "denoising steps T", lo=2, hi=999)
     resolution: int = opt(16, "image side in pixels", lo=8)
     guidance: float = opt(1.0, "classifier-free guidance, in sampling and training", lo=1.0)
     sde: str = opt("flow", "SDE of flow models; others: DDIM", choices=("flow", "cps", "dance"))
@@ -188,13 +188,17 @@ def check_range(name: str, value, limits) -> None:
     for v in value if isinstance(value, tuple) else (value,):
         require(not choices or v in choices,
                 f"{flag} {v}: allowed are {', '.join(choices)}{nearest(str(v), choices)}")
-        require(all(good(v, limit) for limit, _, good in tests),  # NaN fails every comparison
-                f"{flag} {v}: must be {allowed}")
+        require(not tests or math.isfinite(v) and all(good(v, limit) for limit, _, good in tests),
+                f"{flag} {v}: must be finite and {allowed}")
 
 def check_config(cfg: Config) -> None:
     """Refuse what cannot work, before any model is loaded."""
     for f in dataclasses.fields(cfg):
         check_range(f.name, getattr(cfg, f.name), f.metadata)
+    gpus = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
+    devices = ["auto", "cpu", *["cuda"][:len(gpus)], *gpus,
+               *["mps"][:torch.backends.mps.is_available()]]
+    require(cfg.device in devices, f"--device {cfg.device}: available are {', '.join(devices)}")
     T, w, branch = cfg.steps, cfg.window, " ".join(map(str, cfg.branch))
     require(w < T, f"--depth {w}: the window ends before the last of {T} steps; "
             f"allowed are 0 to {T - 1}")
@@ -446,11 +450,12 @@ MIN_SPREAD = 1e-6  # below this spread a group tells nothing: its advantages are
 
 def group_stats(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, population std and size of each value's group; values, groups (n,) -> 3 x (n,)."""
+    dtype, values = values.dtype, values.double()  # else equal rewards of 21.3 have a spread
     zeros = values.new_zeros(int(groups.max()) + 1)
     count = zeros.index_add(0, groups, torch.ones_like(values))
     mean = zeros.index_add(0, groups, values) / count
     var = zeros.index_add(0, groups, (values - mean[groups]) ** 2) / count
-    return mean[groups], var.sqrt()[groups], count[groups]
+    return tuple(v[groups].to(dtype) for v in (mean, var.sqrt(), count))
 
 def leaf_advantages(rewards: Tensor, groups: Tensor, weights=(1.0,)) -> Tensor:
     """(S - mean) / std within each group (eq. 9) -> (L,).
@@ -1200,7 +1205,7 @@ def score(rewards: dict, images: Tensor, prompts: list[str]) -> Tensor:
 def read_prompts(path: str) -> list[str]:
     """Prompts of a .txt (one a line) or .jsonl file (key 'prompt'); blank lines are skipped."""
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as e:
         raise UsageError(f"--prompts {path}: {e}") from None
     prompts = []
@@ -1263,8 +1268,12 @@ class Run:
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(auto if cfg.device == "auto" else cfg.device)
         self.weights = torch.tensor([w for _, w in map(parse_reward, cfg.reward)])
+        for name in ("prompts_per_iteration", "eval_images"):
+            require(getattr(cfg, name) >= world()[1], f"--{name.replace('_', '-')} "
+                    f"{getattr(cfg, name)}: must be >= {world()[1]}, one per process")
+        self.rewards = load_rewards(cfg, self.device)
         self.policy = FAMILIES[family(cfg.model)][0](cfg, self.device)
-        self.rewards, self.trainable = load_rewards(cfg, self.device), self.policy.trainable
+        self.trainable = self.policy.trainable
         self.optimizer = torch.optim.AdamW(self.trainable, cfg.lr, weight_decay=cfg.weight_decay)
         self.ema = [p.detach().clone() for p in self.trainable] if cfg.ema else []
         self.iteration, self.best, self.best_iteration = 0, -math.inf, 0
@@ -1384,7 +1393,8 @@ def start_files(run: Run) -> None:
     config = dataclasses.asdict(run.cfg) | {"resume": "", "overwrite": False}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     lines = log.read_text().splitlines() if run.cfg.resume and log.exists() else []
-    keep = [x for x in lines if x.endswith("}") and json.loads(x)["iteration"] <= run.iteration]
+    upto = run.iteration or -1  # the evaluation before the first iteration is done again
+    keep = [x for x in lines if x.endswith("}") and json.loads(x)["iteration"] <= upto]
     log.write_text("".join(x + "\n" for x in keep))
 
 def train(cfg: Config) -> Run:
@@ -1453,6 +1463,7 @@ def loop(run: Run, stop: list) -> None:
         bar.set_postfix_str(" ".join(f"{n} {log[k]:.3g}" for n, k in BAR.items() if k in log))
         bar.update()
     bar.close()
+    run.save()  # a signal may have come in the first evaluation, or after the last save
 
 BAR = {"reward": "reward", "best eval": "best", "|rho-1|": "ratio_max/0", "clip": "clip_high/0"}
 
@@ -1507,7 +1518,7 @@ def read_config(folder: Path) -> Config:
     try:
         old = json.loads((folder / "config.json").read_text())
         return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in old.items()})
-    except (OSError, ValueError, TypeError) as e:
+    except (OSError, ValueError, TypeError, AttributeError) as e:
         raise UsageError(f"{folder}: no configuration of a run there ({e})") from None
 
 def resume_config(given: dict) -> Config:
