@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import evaluate as ev
-import treegrpo as tg
+import treegrpo as T
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -16,26 +16,26 @@ torch.manual_seed(0)
 
 @pytest.fixture(autouse=True)
 def random_base(tmp_path, monkeypatch):
-    """A cheap base: tiny models get random weights, whose head is scaled to draw something."""
-    monkeypatch.setattr(tg, "TINY", tg.TINY | dict(width=32, blocks=1))
+    """A cheap base: tiny models keep their random initial weights."""
+    monkeypatch.setattr(T, "BASE", T.BASE | {"width": 32, "blocks": 1})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     torch.manual_seed(0)
-    state = tg.TinyDiT(*(tg.TINY[k] for k in ("width", "blocks", "heads", "patch"))).state_dict()
-    monkeypatch.setattr(tg, "pretrain", lambda kind: state)
+    monkeypatch.setattr(T, "pretrain", lambda kind, net: None)
     monkeypatch.chdir(tmp_path)
 
 
 def trained(*flags, name="run", shift=0.02):
     """A run folder as training leaves it, with weights moved at random."""
-    cfg = tg.parse([*flags, "--out", name, "--eval-images", "8", "--iterations", "3"])
-    run = tg.Run(cfg)
+    cfg = T.parse([*flags, "--out", name, "--eval-images", "8", "--iterations", "3"])
+    run = T.Run(cfg)
     cfg.folder.mkdir(parents=True)
     (cfg.folder / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
-    run.write(run.measure())
+    log = [{"iteration": 0} | run.measure()]
     for p in run.policy.trainable:
         p.data += shift * torch.randn_like(p)
     run.iteration = 3
-    run.write(dict(reward=0.3) | run.measure())
+    log.append({"iteration": 3, "reward": 0.3} | run.measure())
+    (cfg.folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
     run.policy.export(cfg.folder / "best")
     run.save()
     return run
@@ -69,21 +69,23 @@ def test_no_matplotlib_is_no_error(monkeypatch, capsys):
 
 
 def level(*parent):
-    return tg.Level(*[None] * 4, torch.tensor(parent), *[None] * 3)
+    return T.Level(*[None] * 4, torch.tensor(parent), *[None] * 3)
 
 
 def test_tree_places_by_hand():
     """Root 0 has edges 0, 2; root 1 edge 1. Below: edge 0 and 3 from node 0, 1 from 1, 2 from 2."""
-    tree = tg.Tree([level(0, 1, 0), level(0, 1, 2, 0)], torch.zeros(4, 1), None, torch.tensor([0, 1, 0, 0]))
+    tree = T.Tree([level(0, 1, 0), level(0, 1, 2, 0)], torch.zeros(4, 1), None,
+                  torch.tensor([0, 1, 0, 0]))
     top, middle, leaves = ev.tree_rows(tree)
     assert leaves == {0: 1.0, 3: 2.0, 2: 3.5, 1: 5.0}  # left to right, a gap between families
     assert middle == {0: 1.5, 2: 3.5, 1: 5.0} and top == {0: 2.5, 1: 5.0}
 
 
 def test_large_trees_are_cut():
-    chains = tg.Tree([level(*range(24))] * 3, torch.zeros(24, 1), None, torch.arange(24))
+    chains = T.Tree([level(*range(24))] * 3, torch.zeros(24, 1), None, torch.arange(24))
     assert [len(row) for row in ev.tree_rows(chains)] == [12] * 4
-    wide = tg.Tree([level(*[n // 100 for n in range(200)])], torch.zeros(200, 1), None, torch.zeros(200))
+    wide = T.Tree([level(*[n // 100 for n in range(200)])], torch.zeros(200, 1), None,
+                  torch.zeros(200))
     assert [len(row) for row in ev.tree_rows(wide)] == [1, 81]
 
 
@@ -92,7 +94,7 @@ def test_weights():
     run = trained()
     same = {w: torch.equal(ev.load_run("run", w).policy.trainable[0], run.policy.trainable[0])
             for w in ("best", "last", "base")}
-    assert same == dict(best=True, last=True, base=False)
+    assert same == {"best": True, "last": True, "base": False}
 
 
 def test_averaged_weights():
@@ -111,23 +113,23 @@ def test_sample(capsys):
 
     trained()
     assert evaluate("sample", "run", "a red circle", "a blue cross", "--n", 3) == 0
-    path = capsys.readouterr().out.strip()
+    path = ev.Path(capsys.readouterr().out.strip())
     assert Image.open(path).size == (3 * 132, 2 * 132)
-    before = open(path, "rb").read()
+    before = path.read_bytes()
     evaluate("sample", "run", "a red circle", "a blue cross", "--n", 3)
-    assert open(path, "rb").read() == before
+    assert path.read_bytes() == before
     evaluate("sample", "run", "a red circle", "a blue cross", "--n", 3, "--seed", 1)
-    assert open(path, "rb").read() != before
+    assert path.read_bytes() != before
 
 
 @pytest.mark.parametrize("argv, words", [
-    (("sample", "run", "a pink circle"), ("pink", "red, green, blue, yellow", "circle, square")),
-    (("sample", "nowhere", "a red circle"), ("nowhere", "config.json")),
-    (("score", "nowhere"), ("nowhere", "config.json")),
+    (("sample", "run", "a pink circle"), ("pink", "red|green|blue|yellow", "circle|square")),
+    (("sample", "nowhere", "a red circle"), ("nowhere", "no configuration")),
+    (("score", "nowhere"), ("nowhere", "no configuration")),
     (("score", "run", "--n", "0"), ("--n", "1 or more")),
     (("score", "run", "--metrics", "colur"), ("colur", "did you mean colour?")),
     (("score", "run", "--prompts", "gone.txt"), ("gone.txt",)),
-    (("score", "run", "--prompts", "dogs.txt"), ("a dog", "COLOUR SHAPE")),
+    (("score", "run", "--prompts", "dogs.txt"), ("a dog", "circle|square")),
     (("scroe", "run"), ("scroe", "score")),
     ((), ("required",)),
 ])
@@ -157,13 +159,13 @@ def say(colour, shape):
     return [f"a {colour} {shape}"] * 4
 
 
-@pytest.mark.parametrize("caption", tg.CAPTIONS)
+@pytest.mark.parametrize("caption", T.CAPTIONS)
 def test_measures_of_clean_drawings(caption):
     """Every drawing has the right colour and shape, and none of the other captions'."""
-    images, (_, colour, shape) = tg.draw_caption(caption), caption.split()
-    for c in tg.COLOURS:
+    images, (_, colour, shape) = T.draw_caption(caption), caption.split()
+    for c in T.COLOURS:
         assert ev.right_colour(images, say(c, shape)).tolist() == [c == colour] * 4
-    for s in tg.SHAPES:
+    for s in T.SHAPES:
         assert ev.right_shape(images, say(colour, s)).tolist() == [s == shape] * 4
     assert ev.clean_background(images, [caption] * 4).tolist() == [1] * 4
     assert ev.match(images)[1].tolist() == [0, 1, 2, 3] and ev.spread(images) == pytest.approx(1)
@@ -171,7 +173,7 @@ def test_measures_of_clean_drawings(caption):
 
 
 def test_shape_ignores_colour_and_colour_ignores_shade():
-    images = tg.draw_caption("a red cross")
+    images = T.draw_caption("a red cross")
     assert ev.right_shape(images.flip(1), say("red", "cross")).tolist() == [1] * 4
     assert ev.right_colour(0.6 * images + 0.3, say("red", "circle")).tolist() == [1] * 4
 
@@ -182,19 +184,20 @@ def test_measures_of_nothing_and_of_dirt():
         assert ev.right_shape(blank, say("red", "circle")).sum() == 0
         assert ev.spread(blank) == 0
     assert ev.right_colour(torch.ones(4, 3, 16, 16), say("red", "circle")).sum() == 0
-    dirty = tg.draw_caption("a red circle")
+    dirty = T.draw_caption("a red circle")
     dirty[:, :, :, 15] = 0.7  # one of 16 columns is grey: not ink, not paper
     assert (ev.clean_background(dirty, say("red", "circle")) < 0.95).all()
 
 
 def test_drift_measures_by_hand():
     half = torch.zeros(1, 3, 4, 4)
-    half[:, 0, :, 2:] = 1  # right half red: saturation 1/2; one of 3 x-differences in one of 3 channels
+    half[:, 0, :, 2:] = 1  # right half red; one of 3 x-differences in one of 3 channels
     assert ev.saturation(half, [""]).item() == 0.5
     assert ev.sharpness(half, [""]).item() == pytest.approx(1 / 9)
-    assert ev.diversity(half.repeat(3, 1, 1, 1)) == 0
-    assert ev.diversity(torch.cat([half * 0, half * 0 + 0.25])) == pytest.approx(0.25)
-    assert ev.diversity(torch.cat([torch.zeros(1, 3, 64, 64), torch.ones(1, 3, 64, 64)])) == pytest.approx(1)
+    assert ev.prompt_diversity(half.repeat(3, 1, 1, 1)) == 0
+    assert ev.prompt_diversity(torch.cat([half * 0, half * 0 + 0.25])) == pytest.approx(0.25)
+    black_white = torch.arange(2.0)[:, None, None, None].expand(2, 3, 64, 64)
+    assert ev.prompt_diversity(black_white) == pytest.approx(1)
 
 
 # ---- statistics ---------------------------------------------------------------------
@@ -222,15 +225,16 @@ def test_interval_of_few():
 
 
 def test_alarms():
-    row = dict(base=1.0, difference=-0.3, low=-0.4, high=-0.2)
-    assert ev.alarm("sharpness", row, []) == "drift -30%" and ev.alarm("colour", row, []) == "falls -30%"
-    assert ev.alarm("colour", row | dict(high=0.1), []) == ev.alarm("colour", row, ["colour"]) == ""
-    assert ev.alarm("spread", row | dict(difference=0.9), []) == ""
+    row = {"base": 1.0, "difference": -0.3, "low": -0.4, "high": -0.2}
+    assert ev.alarm("sharpness", row, []) == "drift -30%"
+    assert ev.alarm("colour", row, []) == "falls -30%"
+    assert ev.alarm("colour", row | {"high": 0.1}, []) == ev.alarm("colour", row, ["colour"]) == ""
+    assert ev.alarm("spread", row | {"difference": 0.9}, []) == ""
 
 
 # ---- score --------------------------------------------------------------------------
 def results(folder="run"):
-    summary = json.loads(open(f"{folder}/score/summary.json").read())
+    summary = json.loads(ev.Path(folder, "score", "summary.json").read_text())
     return {(r["run"], r["metric"]): r for r in summary["results"]}
 
 
@@ -252,15 +256,15 @@ def test_score_of_two_runs(capsys, monkeypatch):
     trained(name="a")
     trained(name="b")
     made = []
-    sample = tg.Run.sample
-    monkeypatch.setattr(tg.Run, "sample", lambda *args: made.append(1) or sample(*args))
+    sample = T.Run.sample
+    monkeypatch.setattr(T.Run, "sample", lambda *args: made.append(1) or sample(*args))
     command = ("score", "a", "b", "--n", 3, "--metrics", "shapes", "colour")
     assert evaluate(*command) == 0
     assert len(made) == 3 * 16  # the base once
     first, files = results("a"), sorted(p.name for p in ev.Path("a/score").iterdir())
     assert files == ["grid.png", "prompts.csv", "summary.json", "summary.md"]
     assert {k[0] for k in first} == {"a", "b"}
-    lines = open("a/score/prompts.csv").read().splitlines()
+    lines = ev.Path("a/score/prompts.csv").read_text().splitlines()
     assert len(lines) == 1 + 2 * 16 * 6  # runs, prompts, measures
     out = capsys.readouterr().out
     assert "closed set" in out and "| colour |" in out
@@ -293,7 +297,7 @@ def test_new_weights_are_new_images(tmp_path):
 
 def test_user_metric(tmp_path, monkeypatch):
     trained()
-    (tmp_path / "mine.py").write_text("def dark(images, prompts):\n    return 1 - images.mean((1, 2, 3))\n")
+    (tmp_path / "mine.py").write_text("def dark(x, prompts):\n    return -x.mean((1, 2, 3))\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert evaluate("score", "run", "--n", 2, "--metrics", "mine:dark") == 0
     assert ("run", "mine:dark") in results()

@@ -1,32 +1,32 @@
 #!/usr/bin/env python
-"""TreeGRPO: reinforcement learning for diffusion and flow models in which denoising is a search tree.
+"""TreeGRPO: reinforcement learning of diffusion and flow models in which denoising is a tree.
 
-A text-to-image model denoises in T steps. Deterministic (ODE) steps are shared: every descendant
-reuses the prefix. Stochastic (SDE) steps inside a window branch: each node gets k children that
-differ only in their noise. The images at the leaves are rewarded, the rewards are backed up the
+A text-to-image model denoises in T steps. Deterministic (ODE) steps are shared: all descendants
+reuse the prefix. Stochastic (SDE) steps inside a window branch: a node gets k children that
+differ in their noise only. The images at the leaves are rewarded, the rewards are backed up the
 tree to one advantage per edge, and a clipped policy-gradient update trains the edges.
 
     repeat:
-        steps = schedule(cfg, iteration)            # where to branch this time            (eq. 7)
+        steps = schedule(cfg, iteration)            # where to branch this time       (eq. 7)
         tree  = rollout(policy, prompts, steps)     # ODE prefix, k-ary window, ODE rest
         S     = rewards of the images at the leaves
-        A     = leaf_advantages(S)                  # per prompt: (S - mean) / std         (eq. 9)
-        A     = backup(tree, A)                     # an edge = mean of the edges below it (eq. 10, 11)
+        A     = leaf_advantages(S)                  # per prompt: (S - mean) / std    (eq. 9)
+        A     = backup(tree, A)                     # mean of the edges below         (eq. 10, 11)
         A     = normalize_siblings(tree, A)         # an edge against its siblings
-        update(policy, tree, A)                     # clipped surrogate on every edge      (eq. 12)
+        update(policy, tree, A)                     # clipped surrogate on every edge (eq. 12)
 
-One denoiser evaluation at a node serves all its k child edges, so a tree of 27 leaves is trained
-with 13 forward/backward passes where 27 separate trajectories need 243.
+One denoiser evaluation at a node serves all its k child edges: a tree of 27 leaves is trained
+with 13 forward and backward passes where 27 separate trajectories of 10 steps need 243.
 
 Papers: TreeGRPO (arXiv 2512.08153, "eq." below) and Dynamic-TreeRPO (arXiv 2509.23352, "D eq.").
-Deviations from them, each marked where it is made and undone by `--method treegrpo-paper`:
-  - siblings are centred on the mean of the *other* siblings (the paper does not centre them);
-  - children are averaged equally (the paper weights them by softmax log-probability, which is the
-    same to 1/sqrt(2D) on mean-reduced log-probabilities of D-dimensional latents);
-  - the loss is the mean over edges (the paper sums them).
+Deviations, all undone by `--method treegrpo-paper`:
+  - siblings are centred on the mean of the *other* siblings; the paper does not centre them;
+  - children are averaged equally; the paper weights them by softmax of their log-probabilities,
+    which differs by about 1/sqrt(2D) only when these are means over D latent dimensions;
+  - the loss is the mean over edges; the paper sums them.
 
-    python treegrpo.py                              # tiny model, nothing to download, minutes on a CPU
-    python treegrpo.py --model sd15                 # Stable Diffusion 1.5 with LoRA on one GPU
+    python treegrpo.py                              # tiny model, no download, minutes on a CPU
+    python treegrpo.py --model sd15                 # Stable Diffusion 1.5, LoRA, one GPU
     python treegrpo.py --method flow-grpo           # a flat baseline from the same code
     python treegrpo.py --reward my_file:my_function # fn(images (B,3,H,W) in [0,1], prompts) -> (B,)
 """
@@ -38,10 +38,12 @@ import contextlib
 import dataclasses
 import difflib
 import fcntl
+import functools
 import hashlib
 import importlib
 import json
 import math
+import operator
 import os
 import random
 import resource
@@ -54,363 +56,319 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
 class UsageError(Exception):
-    """A mistake of the user's: `main` prints it as one line and exits with code 2."""
-
+    """A mistake of the user's: printed as one line, exit code 2."""
 
 class NumericalError(Exception):
-    """A value that is not finite where it must be: the update is skipped, three in a row stop the run."""
-
+    """A value that is not finite: the update is skipped; three in a row stop the run."""
 
 class RewardError(Exception):
-    """A reward function that raised or returned something else than one finite float per image."""
+    """A reward function that raised, or did not return one float per image."""
 
+# ==== 1. Configuration: one frozen dataclass, from which the command line is made ==============
 
-# ======================================================================================
-# 1. Configuration: one frozen dataclass; the command line and its help are made from it
-# ======================================================================================
 def opt(default, help, *, lo=None, hi=None, above=None, choices=None):
-    """A field of Config: default, help line, and the range lo <= value <= hi, value > above."""
-    limits = dict(help=help, lo=lo, hi=hi, above=above, choices=choices)
+    """A field of Config with its help line and limits: lo <= value <= hi, value > above."""
+    limits = {"help": help, "lo": lo, "hi": hi, "above": above, "choices": choices}
     return dataclasses.field(default=default, metadata=limits)
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     # what is trained
     model: str = opt("tiny", "tiny, tiny-ddpm, sd15, sd3, flux, a hub id or a local folder")
-    method: str = opt("treegrpo", "a row of the table of presets; any other flag overrides it")
-    reward: tuple[str, ...] = opt(("shapes",), "name[:weight] or module:function[:weight], several allowed")
-    prompts: str = opt("", "file of prompts, .txt (one a line) or .jsonl (key 'prompt'); empty = built in")
+    method: str = opt("treegrpo", "preset, a row of PRESETS; any other flag overrides it")
+    reward: tuple[str, ...] = opt(("shapes",), "NAME[:WEIGHT] or MODULE:FUNCTION[:WEIGHT] ...")
+    reward_weights: tuple[str, ...] = opt((), "local copies of reward models, NAME=FOLDER ...")
+    prompts: str = opt("", "file of prompts, .txt or .jsonl (key 'prompt'); empty: built in")
     prompts_per_iteration: int = opt(8, "prompts per iteration, over all processes", lo=1)
-    iterations: int = opt(120, "training iterations", lo=1)
+    iterations: int = opt(150, "training iterations", lo=1)
     seed: int = opt(0, "seed of prompts, windows and noise", lo=0)
-    out: str = opt("", "run folder; empty = runs/MODEL-METHOD-SEED")
+    out: str = opt("", "run folder; empty: runs/MODEL-METHOD-SEED")
     resume: str = opt("", "run folder to continue, bit for bit")
-    overwrite: bool = opt(False, "replace what an existing run folder holds")
+    overwrite: bool = opt(False, "replace the run in the run folder")
     device: str = opt("auto", "auto, cpu, cuda, cuda:N or mps")
-    dtype: str = opt("fp32", "precision of the frozen weights; sampler maths is always fp32",
-                     choices=("fp32", "bf16", "fp16"))
+    dtype: str = opt("fp32", "precision of frozen weights", choices=("fp32", "bf16", "fp16"))
     # the sampler
     steps: int = opt(10, "denoising steps T", lo=2)
     resolution: int = opt(16, "image side in pixels", lo=8)
-    guidance: float = opt(1.0, "classifier-free guidance scale, the same in sampling and training", lo=1.0)
-    sde: str = opt("flow", "SDE of flow models (epsilon and v models: DDIM)", choices=("flow", "cps", "dance"))
-    noise_level: float = opt(0.7, "noise level a of the branching steps (DDIM, dance: eta)", above=0)
-    noise_growth: float = opt(0.0, "beta: the noise level grows to (1 + beta) a over the window (D eq. 6)", above=-1)
+    guidance: float = opt(1.0, "classifier-free guidance, in sampling and training", lo=1.0)
+    sde: str = opt("flow", "SDE of flow models; others: DDIM", choices=("flow", "cps", "dance"))
+    noise_level: float = opt(0.7, "noise level a of the window (DDIM, dance: eta)", above=0)
+    noise_growth: float = opt(0.0, "beta: it grows to (1 + beta) a (D eq. 6)", above=-1)
     # the tree
-    roots: int = opt(1, "independent initial noises per prompt", lo=1)
-    branch: tuple[int, ...] = opt((3,), "children k at each window step; the last value repeats", lo=1)
-    depth: int = opt(3, "window length w in steps; 0 = all steps but the last", lo=0)
-    window_mode: str = opt("random", "how the window's start moves", choices=("random", "sliding", "fixed"))
-    window_ratio: float = opt(0.5, "random: r of the truncated geometric law, small = early (eq. 7)", above=0, hi=1)
+    roots: int = opt(1, "initial noises per prompt", lo=1)
+    branch: tuple[int, ...] = opt((3,), "children k per window step; the last repeats", lo=1)
+    depth: int = opt(3, "window length w in steps; 0: all steps but the last", lo=0)
+    window_mode: str = opt("random", "its start", choices=("random", "sliding", "fixed"))
+    window_ratio: float = opt(0.5, "random: r of eq. 7; small favours early", above=0, hi=1)
     window_start: int = opt(0, "fixed, sliding: the (first) start", lo=0)
     window_stride: int = opt(1, "sliding: steps the start moves by", lo=1)
     window_every: int = opt(1, "sliding: iterations between moves", lo=1)
-    tail_steps: int = opt(0, "ODE steps after the window, coarser than the grid; 0 = the grid's", lo=0)
+    tail_steps: int = opt(0, "ODE steps after the window; 0: those of the grid", lo=0)
     # credit
     group: str = opt("prompt", "leaves compared with each other", choices=("prompt", "root"))
-    backup: str = opt("mean", "children's weights: equal, or softmax log-probability (eq. 11)",
-                      choices=("mean", "prob"))
-    sibling_norm: str = opt("center", "advantage of an edge among its siblings",
+    backup: str = opt("mean", "weights: equal, or by probability", choices=("mean", "prob"))
+    sibling_norm: str = opt("center", "an edge's advantage among its siblings",
                             choices=("center", "std", "none", "depth"))
-    adv_clip: float = opt(5.0, "advantages are clipped to plus or minus this", above=0)
+    adv_clip: float = opt(5.0, "advantages are clipped to +- this", above=0)
     # the update
-    clip: float = opt(0.0256, "clip range per sqrt(D): the ratio is clipped at 1 +- clip / sqrt(D)", above=0)
-    clip_min: float = opt(0.0, "with clip_max: reward-conditioned clip range (D eq. 11), per sqrt(D)", lo=0)
-    clip_max: float = opt(0.0, "upper end of the reward-conditioned clip range; 0 = use clip", lo=0)
+    clip: float = opt(0.0256, "the ratio is clipped at 1 +- clip / sqrt(D)", above=0)
+    clip_min: float = opt(0.0, "with clip-max: reward-conditioned clip (D eq. 11)", lo=0)
+    clip_max: float = opt(0.0, "its upper end; 0: use clip", lo=0)
     clip_eta: float = opt(1.0, "its sensitivity to the advantage", lo=0)
-    inner_epochs: int = opt(1, "optimiser steps per rollout, each on the whole tree", lo=1)
-    train_fraction: float = opt(1.0, "share of the window's steps that is trained, drawn anew", above=0, hi=1)
-    step_weight: str = opt("none", "weight of a step's loss: none, or its noise std", choices=("none", "std"))
-    loss_reduce: str = opt("edges", "mean over edges, leaf-weighted mean per layer, or sum (eq. 12)",
+    inner_epochs: int = opt(1, "optimiser steps per rollout, each on all of it", lo=1)
+    train_fraction: float = opt(1.0, "share of the window trained, at random", above=0, hi=1)
+    step_weight: str = opt("none", "weight of a step's loss", choices=("none", "std"))
+    loss_reduce: str = opt("edges", "mean over edges, over leaves per layer, or sum (eq. 12)",
                            choices=("edges", "layer", "sum"))
-    kl: float = opt(0.0, "weight of the KL divergence to the reference model", lo=0)
-    sft: float = opt(0.0, "lambda of LayerTuning: imitate the best path's velocity (D eq. 13)", lo=0)
-    lr: float = opt(1e-4, "learning rate of AdamW", above=0)
-    lr_schedule: str = opt("constant", "learning rate over the run", choices=("constant", "linear", "cosine"))
+    kl: float = opt(0.0, "weight of the KL divergence from the reference model", lo=0)
+    sft: float = opt(0.0, "lambda: imitate the best path (D eq. 13)", lo=0)
+    lr: float = opt(3e-4, "learning rate of AdamW", above=0)
+    lr_schedule: str = opt("constant", "rate", choices=("constant", "linear", "cosine"))
     weight_decay: float = opt(0.01, "weight decay of AdamW", lo=0)
     max_grad_norm: float = opt(1.0, "gradients are clipped to this norm", above=0)
-    ema: float = opt(0.0, "decay of the weight average that is evaluated and exported; 0 = off", lo=0, hi=0.9999)
+    ema: float = opt(0.0, "decay of the evaluated weight average; 0: off", lo=0, hi=0.9999)
     lora_rank: int = opt(32, "LoRA rank", lo=1)
     lora_alpha: int = opt(64, "LoRA alpha; the update is scaled by alpha / rank", lo=1)
     full: bool = opt(False, "train all weights of the denoiser instead of a LoRA")
-    grad_checkpointing: bool = opt(False, "recompute activations: less memory, about 30 % slower")
-    micro_batch: int = opt(128, "most nodes in one denoiser call; bounds memory, not results", lo=1)
+    grad_checkpointing: bool = opt(False, "recompute activations: less memory, slower")
+    micro_batch: int = opt(128, "most nodes per denoiser call; bounds memory only", lo=1)
     # bookkeeping
-    eval_every: int = opt(10, "iterations between evaluations with the full ODE sampler", lo=1)
+    eval_every: int = opt(10, "iterations between evaluations by the ODE sampler", lo=1)
     eval_images: int = opt(256, "images per evaluation, fixed prompts and noise", lo=1)
     save_every: int = opt(10, "iterations between checkpoints", lo=1)
-    track: str = opt("none", "also send metrics to a tracker", choices=("none", "tensorboard", "wandb"))
-    plan: bool = opt(False, "print what a run would do and what it would cost, then stop")
+    track: str = opt("", "MODULE:FUNCTION called with each line of the log, a dict")
+    plan: bool = opt(False, "print what the run would do and cost, and stop")
 
     @property
     def window(self) -> int:
-        """Window length w with depth = 0 resolved."""
+        """Window length w, with depth = 0 resolved."""
         return self.depth or self.steps - 1
 
     @property
     def folder(self) -> Path:
-        name = Path(self.model).name if "/" in self.model else self.model
-        return Path(self.out or f"runs/{name}-{self.method}-{self.seed}")
+        return Path(self.out or f"runs/{Path(self.model).name}-{self.method}-{self.seed}")
 
-
-FLAT = dict(branch=(1,), depth=0, window_mode="fixed", sibling_norm="none")  # chains of stochastic steps
-FAST = dict(tail_steps=2, inner_epochs=2)
-PRESETS = {  # design choices of the published methods, as rows of one table; README gives the sources
+FLAT = {"branch": (1,), "depth": 0, "window_mode": "fixed", "sibling_norm": "none"}  # chains
+PRESETS = {  # what the published methods do differently, as rows of one table (sources: README)
     "treegrpo": {},
-    "treegrpo-paper": dict(sibling_norm="none", backup="prob", loss_reduce="sum"),
-    "treegrpo-fast": FAST,
-    "dynamic-treerpo": dict(branch=(2,), depth=4, window_mode="sliding", noise_growth=0.5, clip_min=0.0128,
-                            clip_max=0.0512, inner_epochs=2, sft=0.1),
-    "flow-grpo": FLAT | dict(roots=24, kl=0.04),
-    "dancegrpo": FLAT | dict(branch=(12, 1), sde="dance", noise_level=0.3, train_fraction=0.6),
-    "mixgrpo": dict(branch=(12, 1), depth=4, window_mode="sliding", window_every=25, sibling_norm="none"),
-    "branchgrpo": dict(branch=(2, 1, 1, 2, 1, 1, 2, 1, 1, 2, 1), depth=0, window_mode="fixed", steps=20,
-                       sde="dance", noise_level=0.3, sibling_norm="depth", clip=0.256),
-    "tempflow-grpo": dict(roots=4, branch=(6,), depth=1, group="root", step_weight="std", sibling_norm="none"),
-    "ddpo": FLAT | dict(roots=24, noise_level=1.0),
+    "treegrpo-paper": {"sibling_norm": "none", "backup": "prob", "loss_reduce": "sum"},
+    "treegrpo-fast": {"tail_steps": 2, "inner_epochs": 2},
+    "dynamic-treerpo": {"branch": (2,), "depth": 4, "window_mode": "sliding",
+                        "noise_growth": 0.5, "clip_min": 0.0128, "clip_max": 0.0512,
+                        "inner_epochs": 2, "sft": 0.1},
+    "flow-grpo": FLAT | {"roots": 24, "kl": 0.04},
+    "dancegrpo": FLAT | {"branch": (12, 1), "sde": "dance", "noise_level": 0.3,
+                         "train_fraction": 0.6},
+    "mixgrpo": {"branch": (12, 1), "depth": 4, "window_mode": "sliding", "window_every": 25,
+                "sibling_norm": "none"},
+    "branchgrpo": FLAT | {"branch": (2, 1, 1, 2, 1, 1, 2, 1, 1, 2, 1), "steps": 20,
+                          "sde": "dance", "noise_level": 0.3, "sibling_norm": "depth",
+                          "clip": 0.256},
+    "tempflow-grpo": {"roots": 4, "branch": (6,), "depth": 1, "group": "root",
+                      "step_weight": "std", "sibling_norm": "none"},
+    "ddpo": FLAT | {"roots": 24, "noise_level": 1.0},
 }
 
+def require(ok: bool, message: str) -> None:
+    if not ok:
+        raise UsageError(message)
 
 def nearest(value: str, allowed) -> str:
     close = difflib.get_close_matches(value, list(allowed), 1)
     return f" (did you mean {close[0]}?)" if close else ""
 
-
-def check_range(name: str, value, meta) -> None:
+def check_range(name: str, value, limits) -> None:
     """One line for a value outside the limits given to `opt`."""
-    flag, lo, hi, above, choices = "--" + name.replace("_", "-"), *(meta[k] for k in ("lo", "hi", "above", "choices"))
+    flag, choices = "--" + name.replace("_", "-"), limits["choices"] or ()
+    tests = [(limits[k], sign, good) for k, sign, good in
+             (("above", ">", operator.gt), ("lo", ">=", operator.ge), ("hi", "<=", operator.le))]
+    tests = [t for t in tests if t[0] is not None]
+    allowed = " and ".join(f"{sign} {limit}" for limit, sign, _ in tests)
     for v in value if isinstance(value, tuple) else (value,):
-        if choices and v not in choices:
-            raise UsageError(f"{flag} {v}: allowed are {', '.join(choices)}{nearest(v, choices)}")
-        bounds = [f"> {above}"] * (above is not None) + [f">= {lo}"] * (lo is not None) + [f"<= {hi}"] * (hi is not None)
-        good = ((above is None or v > above) and (lo is None or v >= lo) and (hi is None or v <= hi))
-        if bounds and not good:  # NaN fails every comparison
-            raise UsageError(f"{flag} {v}: must be {' and '.join(bounds)}")
-
+        require(not choices or v in choices,
+                f"{flag} {v}: allowed are {', '.join(choices)}{nearest(str(v), choices)}")
+        require(all(good(v, limit) for limit, _, good in tests),  # NaN fails every comparison
+                f"{flag} {v}: must be {allowed}")
 
 def check_config(cfg: Config) -> None:
     """Refuse what cannot work, before any model is loaded."""
     for f in dataclasses.fields(cfg):
         check_range(f.name, getattr(cfg, f.name), f.metadata)
-    T, w = cfg.steps, cfg.window
-    if w > T - 1:
-        raise UsageError(f"--depth {w}: the window must end before the last of {T} steps; allowed 1 to {T - 1}")
-    if cfg.window_mode != "random" and cfg.window_start > T - w - 1:
-        raise UsageError(f"--window-start {cfg.window_start}: a window of {w} in {T} steps starts at 0 to {T - w - 1}")
-    leaves = math.prod(s.children for s in schedule(cfg, 0)) * (cfg.roots if cfg.group == "prompt" else 1)
-    if leaves < 2:
-        raise UsageError(f"--branch {cfg.branch[0]} --roots {cfg.roots} --group {cfg.group}: one leaf per group, "
-                         "nothing to compare it with; allowed are 2 or more leaves per group")
-    if len(cfg.branch) > w:
-        raise UsageError(f"--branch {' '.join(map(str, cfg.branch))}: at most one value per window step, {w}")
-    bounded = "ddim" if is_ddim(cfg.model) else cfg.sde
-    worst = max(s.noise for s in schedule(cfg, 0))
-    if bounded in ("ddim", "cps") and worst > 1 + 1e-9:
-        raise UsageError(f"--noise-level {cfg.noise_level} --noise-growth {cfg.noise_growth}: reaches {worst:.3g}; "
-                         f"{bounded} allows at most 1")
-    if cfg.clip_min > cfg.clip_max:
-        raise UsageError(f"--clip-min {cfg.clip_min}: must be <= --clip-max {cfg.clip_max}")
+    T, w, branch = cfg.steps, cfg.window, " ".join(map(str, cfg.branch))
+    require(w < T, f"--depth {w}: the window ends before the last of {T} steps; "
+            f"allowed are 0 to {T - 1}")
+    require(cfg.window_start < T - w, f"--window-start {cfg.window_start}: a window of {w} in {T} "
+            f"steps starts at 0 to {T - w - 1}")
+    require(len(cfg.branch) <= w, f"--branch {branch}: allowed are 1 to {w} values, one per step "
+            "of the window")
+    steps = schedule(cfg, 0)
+    leaves = math.prod(s.children for s in steps) * (cfg.roots if cfg.group == "prompt" else 1)
+    require(leaves > 1, f"--branch {branch} with --roots {cfg.roots} --group {cfg.group}: a group "
+            "of one leaf has nothing to be compared with; 2 or more are needed")
+    sde, most = "ddim" if is_ddim(cfg.model) else cfg.sde, max(s.noise for s in steps)
+    require(sde in ("flow", "dance") or most < 1 + 1e-9, f"--noise-level {cfg.noise_level} with "
+            f"--noise-growth {cfg.noise_growth}: reaches {most:.3g}; {sde} allows at most 1")
+    require(cfg.clip_min <= cfg.clip_max, f"--clip-min {cfg.clip_min}: must be <= --clip-max "
+            f"{cfg.clip_max}")
+    training_prompts(cfg)
+    if family(cfg.model) in REPOSITORIES and not cfg.plan:
+        FAMILIES[family(cfg.model)][0].latent_shape(cfg)
 
+# ==== 2. Schedule: one list of steps expresses every method ====================================
 
-# ======================================================================================
-# 2. Schedule: one list of steps expresses every method
-# ======================================================================================
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One denoising step from grid point i to grid point j > i."""
+    """A denoising step from grid point i to grid point j > i."""
 
     i: int
     j: int
-    children: int  # k, samples drawn per node
-    noise: float  # noise level a; 0 = deterministic, then children = 1
-    train: bool
-
+    children: int = 1  # k, samples drawn per node
+    noise: float = 0.0  # noise level a; 0: deterministic, then children = 1
+    train: bool = False
 
 def stream(*key) -> random.Random:
-    """A random stream of its own for each key; the same on every machine (SHA-512 of the key)."""
+    """A random stream of its own for each key, the same on every machine."""
     return random.Random("/".join(map(str, key)))
 
-
 def window_probs(T: int, w: int, r: float) -> Tensor:
-    """Law of the window's start: Pr[i] = (1-r) r^i / (1-r^(T-w)), i = 0 .. T-w-1 (eq. 7) -> (T-w,)."""
+    """Pr[start = i] = (1 - r) r^i / (1 - r^(T-w)), i = 0 .. T-w-1 (eq. 7) -> (T-w,) float64."""
     p = torch.tensor(r, dtype=torch.float64) ** torch.arange(T - w)
     return p / p.sum()
 
-
 def window_start(cfg: Config, iteration: int) -> int:
-    """First step of the window in this iteration (0-based)."""
-    positions = cfg.steps - cfg.window
-    if cfg.window_mode == "fixed":
-        return cfg.window_start
-    if cfg.window_mode == "sliding":
-        return (cfg.window_start + iteration // cfg.window_every * cfg.window_stride) % positions
-    probs = window_probs(cfg.steps, cfg.window, cfg.window_ratio).tolist()
-    return stream(cfg.seed, iteration, "window").choices(range(positions), probs)[0]
-
+    """First step of the window."""
+    starts = cfg.steps - cfg.window
+    if cfg.window_mode == "random":
+        probs = window_probs(cfg.steps, cfg.window, cfg.window_ratio).tolist()
+        return stream(cfg.seed, iteration, "window").choices(range(starts), probs)[0]
+    moves = iteration // cfg.window_every if cfg.window_mode == "sliding" else 0
+    return (cfg.window_start + moves * cfg.window_stride) % starts
 
 def schedule(cfg: Config, iteration: int) -> list[Step]:
-    """ODE prefix, branching window, ODE tail. The last step is always deterministic."""
+    """ODE prefix, stochastic window, ODE rest. The last step is always deterministic."""
     T, w, start = cfg.steps, cfg.window, window_start(cfg, iteration)
-    trained = stream(cfg.seed, iteration, "train").sample(range(w), max(1, round(cfg.train_fraction * w)))
-    steps = [Step(i, i + 1, 1, 0.0, False) for i in range(start)]
+    trained = stream(cfg.seed, iteration, "train").sample(
+        range(w), max(1, round(cfg.train_fraction * w)))
+    steps = ode_steps(range(start + 1))
     for n in range(w):
-        growth = 1 + cfg.noise_growth * n / max(w - 1, 1)  # g(j), linear in the depth (D eq. 6)
+        noise = cfg.noise_level * (1 + cfg.noise_growth * n / max(w - 1, 1))  # a g(n), D eq. 6
         k = cfg.branch[min(n, len(cfg.branch) - 1)]
-        steps.append(Step(start + n, start + n + 1, k, cfg.noise_level * growth, n in trained))
-    end = start + w
-    tail = min(cfg.tail_steps or T, T - end)
-    points = [end + round((T - end) * m / tail) for m in range(tail + 1)]
-    return steps + [Step(i, j, 1, 0.0, False) for i, j in zip(points, points[1:])]
+        steps.append(Step(start + n, start + n + 1, k, noise, n in trained))
+    rest = T - start - w
+    tail = min(cfg.tail_steps or rest, rest)
+    return steps + ode_steps([start + w + round(rest * m / tail) for m in range(tail + 1)])
 
+def ode_steps(points) -> list[Step]:
+    """Deterministic steps through the given grid points."""
+    return [Step(i, j) for i, j in zip(points, points[1:], strict=False)]
 
-def ode_schedule(T: int) -> list[Step]:
-    return [Step(i, i + 1, 1, 0.0, False) for i in range(T)]
+def nfe(steps: list[Step], roots: int = 1, inner_epochs: int = 1, kl: bool = False):
+    """Denoiser evaluations per prompt: (to sample, to train), each double under guidance.
 
-
-def nfe(steps: list[Step], roots: int = 1, inner_epochs: int = 1, kl: bool = False) -> tuple[int, int]:
-    """Denoiser evaluations per prompt: (to sample, to train). Double under CFG.
-
-    One evaluation serves all children of a node. With `kl` each trained node is evaluated once
-    more by the reference. The gradient passes are the training evaluations without those.
+    All children of a node share one. With `kl`, training evaluates the reference as well.
     """
     nodes, sample, train = roots, 0, 0
     for step in steps:
-        sample += nodes
-        train += nodes * step.train
+        sample, train = sample + nodes, train + nodes * step.train
         nodes *= step.children
     return sample, train * inner_epochs * (2 if kl else 1)
 
-
 def forward_equivalents(steps: list[Step], cfg: Config) -> int:
-    """Cost of an iteration per prompt in forward passes; a backward pass counts as 2."""
+    """Cost per prompt in forward passes; a backward pass counts as two."""
     sample, train = nfe(steps, cfg.roots, cfg.inner_epochs)
     return sample + train * (4 if cfg.kl else 3)
 
+# ==== 3. Samplers: mean and std of one step. Pure; float32 or float64 in, the same out ==========
+# x latent, v velocity (noise - data), sigma from 1 (noise) to 0, alpha the cumulative one of DDPM
 
-def plan(cfg: Config, dims: int | None = None) -> str:
-    """What an iteration does and costs, beside flat GRPO with as many leaves."""
-    T, starts = cfg.steps, cfg.steps - cfg.window
-    fixed = [schedule(dataclasses.replace(cfg, window_mode="fixed", window_start=i), 0) for i in range(starts)]
-    if cfg.window_mode == "fixed":
-        fixed = fixed[cfg.window_start:cfg.window_start + 1]
-    probs = window_probs(T, cfg.window, cfg.window_ratio).tolist() if cfg.window_mode == "random" else None
-    cost = [nfe(s, cfg.roots, cfg.inner_epochs, cfg.kl > 0) for s in fixed]
-    mean = sum(p * c[0] for p, c in zip(probs or [1 / len(cost)] * len(cost), cost))
-    leaves = cfg.roots * math.prod(s.children for s in fixed[0])
-    double = " (x 2 for guidance)" if cfg.guidance > 1 and not embeds_guidance(cfg.model) else ""
-    lines = [f"{cfg.method} on {cfg.model}: {T} steps, window {cfg.window} ({cfg.window_mode}), "
-             f"k {'-'.join(map(str, cfg.branch))}, roots {cfg.roots}, {cfg.prompts_per_iteration} prompts/iteration",
-             f"  per prompt: {leaves} leaves, {cost[0][1] // cfg.inner_epochs} trained nodes",
-             f"  denoiser evaluations per prompt{double}: {mean:.0f} to sample "
-             f"(by window start: {' '.join(str(c[0]) for c in cost)}), {cost[0][1]} to train",
-             f"  flat GRPO with {leaves} leaves: {leaves * T} to sample, {leaves * (T - 1)} to train"]
-    if dims:
-        lo, hi = (cfg.clip_min, cfg.clip_max) if cfg.clip_max else (cfg.clip, cfg.clip)
-        span = f"{lo / dims**0.5:.2e}" + (f" .. {hi / dims**0.5:.2e}" if hi > lo else "")
-        lines.append(f"  clip range of the ratio: 1 +- {span} (D = {dims:,})")
-    return "\n".join(lines)
-
-
-# ======================================================================================
-# 3. Samplers: mean and std of one step. x latent, v velocity (noise - data), sigma in [0, 1],
-#    alpha the cumulative product of DDPM. Pure; float32 or float64 in, the same out.
-# ======================================================================================
 def scalars(x: Tensor, *values) -> list[Tensor]:
     """Python floats or 0-d tensors -> 0-d CPU tensors of x's precision."""
     return [torch.as_tensor(v, dtype=x.dtype, device="cpu") for v in values]
 
-
 def flow_sde_step(x, v, sigma, sigma_next, noise_level, sigma_cap) -> tuple[Tensor, Tensor]:
-    """SDE with the marginals of the flow ODE; noise_level 0 is the Euler ODE exactly.
+    """SDE with the marginals of the flow ODE; noise_level 0 is the Euler step exactly.
 
-    x, v (N, ...); sigma > sigma_next; sigma_cap: the grid's second sigma, which removes the
-    singularity of the rate s = a sqrt(sigma / (1 - sigma)) at sigma = 1.
-    Returns mean (N, ...), std (). Source: Flow-GRPO (arXiv 2505.05470).
+    x, v (N, ...), sigma > sigma_next -> mean (N, ...), std (). sigma_cap is the grid's second
+    sigma: it removes the singularity of the rate a sqrt(sigma / (1 - sigma)) at sigma = 1.
+    Source: Flow-GRPO (arXiv 2505.05470).
     """
     sigma, sigma_next, a, cap = scalars(x, sigma, sigma_next, noise_level, sigma_cap)
     dt = sigma_next - sigma  # < 0
     rate = a * (sigma / (1 - torch.minimum(sigma, cap))).sqrt()
-    half = rate**2 / (2 * sigma)
-    mean = x * (1 + half * dt) + v * ((1 + half * (1 - sigma)) * dt)
+    pull = rate**2 / (2 * sigma)
+    mean = x * (1 + pull * dt) + v * ((1 + pull * (1 - sigma)) * dt)
     return mean, rate * (-dt).sqrt()
 
-
 def dance_sde_step(x, v, sigma, sigma_next, eta) -> tuple[Tensor, Tensor]:
-    """SDE of constant rate eta; shapes as `flow_sde_step`. Source: DanceGRPO (arXiv 2505.07818)."""
+    """SDE of constant rate eta; shapes as above. Source: DanceGRPO (arXiv 2505.07818)."""
     sigma, sigma_next, eta = scalars(x, sigma, sigma_next, eta)
     dt = sigma_next - sigma
     x0 = x - sigma * v
     score = -(x - (1 - sigma) * x0) / sigma**2
     return x + v * dt - 0.5 * eta**2 * score * dt, eta * (-dt).sqrt()
 
-
 def cps_step(x, v, sigma, sigma_next, noise_level) -> tuple[Tensor, Tensor]:
-    """Coefficients-preserving sampling: a share of the next noise is drawn anew; noise_level <= 1.
+    """Coefficients-preserving sampling: part of the next noise is drawn anew; noise_level <= 1.
 
-    The std does not shrink with the step, so for a denoiser that predicts posterior means the
-    marginals are too narrow at any T (exact on a point mass). Source: arXiv 2509.05952.
+    Exact on a point mass. The std does not shrink with the step, so the marginals of a denoiser
+    that predicts posterior means come out too narrow at any T. Source: arXiv 2509.05952.
     """
     sigma, sigma_next, a = scalars(x, sigma, sigma_next, noise_level)
     std = sigma_next * torch.sin(a * (math.pi / 2))
     x0, x1 = x - sigma * v, x + (1 - sigma) * v  # predicted data and noise
     return (1 - sigma_next) * x0 + (sigma_next**2 - std**2).clamp(min=0).sqrt() * x1, std
 
-
 def ddim_step(x, eps, alpha, alpha_next, eta) -> tuple[Tensor, Tensor]:
-    """DDIM (arXiv 2010.02502, eq. 12, 16); eta 0 deterministic, eta 1 ancestral DDPM; eta <= 1."""
+    """eta 0: deterministic; eta 1: DDPM; eta <= 1. Source: DDIM (arXiv 2010.02502, eq. 12, 16)."""
     alpha, alpha_next, eta = scalars(x, alpha, alpha_next, eta)
     x0 = (x - (1 - alpha).sqrt() * eps) / alpha.sqrt()
     std = eta * ((1 - alpha_next) / (1 - alpha) * (1 - alpha / alpha_next)).sqrt()
     return alpha_next.sqrt() * x0 + (1 - alpha_next - std**2).clamp(min=0).sqrt() * eps, std
 
-
 def gaussian_log_prob(sample, mean, std, reduce: str = "mean") -> Tensor:
-    """log N(sample; mean, std^2) -> (N,), the *mean* over the D dimensions, or their sum.
+    """log N(sample; mean, std^2) -> (N,): its *mean* over the D dimensions, or their sum.
 
-    The field's convention is the mean. The probability ratio formed from it is the D-th root of
-    the true one, which is why clip ranges are tiny and scale as 1 / sqrt(D).
+    The mean is the field's convention. The ratio formed from it is the D-th root of the true
+    one, which is why clip ranges are tiny and scale as 1 / sqrt(D).
     """
     log_prob = -(((sample - mean) / std) ** 2) / 2 - torch.log(std) - 0.5 * math.log(2 * math.pi)
-    log_prob = log_prob.flatten(1)
-    return log_prob.mean(1) if reduce == "mean" else log_prob.sum(1)
-
+    return log_prob.flatten(1).mean(1) if reduce == "mean" else log_prob.flatten(1).sum(1)
 
 def gaussian_kl(mean, mean_ref, std) -> Tensor:
-    """KL(N(mean, std^2) || N(mean_ref, std^2)) per dimension -> (N,)."""
+    """KL(N(mean, std^2) || N(mean_ref, std^2)), mean over dimensions -> (N,)."""
     return ((mean - mean_ref) ** 2).flatten(1).mean(1) / (2 * std**2)
 
+# ==== 4. Tree and rollout =======================================================================
 
-# ======================================================================================
-# 4. Tree and rollout
-# ======================================================================================
 @dataclasses.dataclass
 class Level:
-    """One stochastic step for all prompts: N nodes, E edges. Node n descends from edge n above.
+    """One stochastic step of all prompts: N nodes, E edges. Node n descends from edge n above.
 
-    Everything an edge needs to be scored again, on the CPU in float32.
+    All that an edge needs to be scored again, float32 on the CPU.
     """
 
     step: Step
     x: Tensor  # (N, C, H, W) latents where the step starts
-    pred: Tensor  # (N, C, H, W) the model's output there, at rollout time
+    pred: Tensor  # (N, C, H, W) the network's output there, in the rollout
     prompt: Tensor  # (N,) index of the prompt
-    parent: Tensor  # (E,) node that each edge leaves from
+    parent: Tensor  # (E,) the node an edge leaves
     sample: Tensor  # (E, C, H, W) latents where the edge ends
     log_prob_old: Tensor  # (E,)
     std: Tensor  # () of the step's noise
 
-
 @dataclasses.dataclass
 class Tree:
-    """A forest: the trees of all prompts. Irregular trees work; edges of a node need not be adjacent."""
+    """The trees of all prompts. They may be irregular, and siblings need not be adjacent."""
 
     levels: list[Level]
     leaves: Tensor  # (L, C, H, W) final latents; leaf n descends from edge n of the last level
     prompt: Tensor  # (L,) prompt of each leaf
     root: Tensor  # (L,) root of each leaf
+
+    def groups(self, kind: str) -> Tensor:
+        """Group in which each leaf is compared, kind "prompt" or "root" -> (L,)."""
+        return self.root if kind == "root" else self.prompt
 
     def path(self, leaf: int) -> list[int]:
         """Edges from the root to a leaf, one per level."""
@@ -420,46 +378,41 @@ class Tree:
         return edges[::-1]
 
     def children(self, node: tuple[int, int]) -> list[int]:
-        """Edges that leave node n of level l, for node = (l, n)."""
+        """Edges that leave node = (level, index)."""
         return (self.levels[node[0]].parent == node[1]).nonzero().flatten().tolist()
 
-
 def node_batches(nodes: int, parent: Tensor, micro_batch: int):
-    """Yield (slice of nodes, their edges (e,), each edge's node within the slice (e,))."""
+    """Yield (slice of nodes, their edges (e,), the node within the slice of each (e,))."""
     for start in range(0, nodes, micro_batch):
         stop = min(start + micro_batch, nodes)
         edges = ((parent >= start) & (parent < stop)).nonzero().flatten()
         yield slice(start, stop), edges, parent[edges] - start
 
-
 def tree_noise(key: tuple, slots: list[int], shape: tuple):
-    """Noise that depends on the key, the prompt's slot and the level only -> draw(level, prompt (N,)).
+    """draw(level, sorted prompt index (N,)) -> noise (N, *shape), one stream per key, slot, level.
 
-    Drawn on the CPU, so micro-batch, device and number of processes do not change it.
+    Drawn on the CPU: micro-batch, device and number of processes do not change it.
     """
-    def draw(level: int, prompt: Tensor) -> Tensor:  # prompt is sorted -> (N, C, H, W)
+    def draw(level: int, prompt: Tensor) -> Tensor:
         blocks = []
-        for p, n in zip(*(t.tolist() for t in prompt.unique_consecutive(return_counts=True))):
+        for p, n in zip(*(t.tolist() for t in prompt.unique_consecutive(return_counts=True)),
+                        strict=True):
             g = torch.Generator().manual_seed(stream(*key, slots[p], level).getrandbits(63))
             blocks.append(torch.randn(n, *shape, generator=g))
         return torch.cat(blocks)
     return draw
 
-
 def transition(policy, x, prompt, step: Step, cond) -> tuple[Tensor, Tensor, Tensor]:
-    """One denoiser evaluation per node, shared by its children -> pred, mean (N, C, H, W), std ()."""
-    cond = {k: v[prompt].to(policy.device) for k, v in cond.items()}
+    """One denoiser evaluation per node, for all its children -> pred, mean (N, C, H, W), std ()."""
     x = x.to(policy.device)
-    pred = policy.predict(x, step.i, cond)
+    pred = policy.predict(x, step.i, {k: v[prompt].to(policy.device) for k, v in cond.items()})
     return pred, *policy.step(x, pred, step.i, step.j, step.noise)
-
 
 @torch.no_grad()
 def rollout(policy, cond, prompt: Tensor, steps: list[Step], draw, micro_batch: int) -> Tree:
-    """Grow the trees of all prompts level by level.
+    """Grow the trees of all prompts, level by level; with ODE steps only, a plain sampler.
 
-    cond: dict of tensors (P, ...); prompt (R,): the prompt of each root, sorted; draw(level,
-    prompt) -> noise. With ODE steps only this is a plain sampler whose leaves are the result.
+    cond: dict of tensors (P, ...); prompt (R,): prompt of each root, sorted; draw: `tree_noise`.
     """
     x, root, levels = draw(0, prompt), torch.arange(len(prompt)), []
     for step in steps:
@@ -472,29 +425,24 @@ def rollout(policy, cond, prompt: Tensor, steps: list[Step], draw, micro_batch: 
             sample = mean[local]
             if step.noise:
                 if not std > 0:
-                    raise NumericalError(f"std {std.item()} at step {step.i} with noise level {step.noise}")
+                    raise NumericalError(f"std {std:.3g} at step {step.i}, noise {step.noise}")
                 sample = sample + std * noise[edges].to(policy.device)
                 log_probs.append(gaussian_log_prob(sample, mean[local], std).cpu())
             preds.append(pred.cpu())
             samples.append(sample.cpu())
-        sample = torch.cat(samples)
+        samples = torch.cat(samples)
         if step.noise:
-            levels.append(Level(step, x, torch.cat(preds), prompt, parent, sample, torch.cat(log_probs), std))
-        x, prompt, root = sample, prompt[parent], root[parent]
+            levels.append(Level(step, x, torch.cat(preds), prompt, parent, samples,
+                                torch.cat(log_probs), std))
+        x, prompt, root = samples, prompt[parent], root[parent]
     return Tree(levels, x, prompt, root)
-
 
 def check_finite(what: str, value: Tensor, step: int | None = None) -> None:
     if not torch.isfinite(value).all():
-        at = "" if step is None else f" at step {step}"
-        raise NumericalError(f"{what} is not finite{at}")
+        raise NumericalError(f"{what} is not finite" + ("" if step is None else f" at step {step}"))
 
-
-# ======================================================================================
-# 5. Credit: rewards of leaves -> one advantage per edge. Pure functions of a tree.
-# ======================================================================================
+# ==== 5. Credit: rewards of leaves -> one advantage per edge. Pure functions of a tree ==========
 MIN_SPREAD = 1e-6  # below this spread a group tells nothing: its advantages are exactly 0
-
 
 def group_stats(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, population std and size of each value's group; values, groups (n,) -> 3 x (n,)."""
@@ -504,139 +452,130 @@ def group_stats(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]
     var = zeros.index_add(0, groups, (values - mean[groups]) ** 2) / count
     return mean[groups], var.sqrt()[groups], count[groups]
 
-
 def leaf_advantages(rewards: Tensor, groups: Tensor, weights=(1.0,)) -> Tensor:
-    """A = (S - mean) / std within each group (eq. 9) -> (L,).
+    """(S - mean) / std within each group (eq. 9) -> (L,).
 
-    rewards (L,) or (R, L): several rewards are normalised one by one, then weighted and added.
-    groups (L,): integer group of each leaf; a group of one is refused (ValueError).
+    rewards (L,) or (R, L): several are normalised one by one, then weighted and added.
+    groups (L,): group index of each leaf; a group of one is refused (ValueError).
     """
     total = torch.zeros_like(rewards[0] if rewards.ndim == 2 else rewards)
     for w, r in zip(weights, rewards.reshape(-1, rewards.shape[-1]), strict=True):
         mean, std, count = group_stats(r, groups)
         if (count < 2).any():
-            raise ValueError("a group of one leaf has no advantage; groups need 2 or more leaves")
-        total = total + w * torch.where(std < MIN_SPREAD, 0, (r - mean) / std.clamp(min=MIN_SPREAD))
+            raise ValueError("a group of one leaf has no advantage: 2 or more are needed")
+        total += w * torch.where(std < MIN_SPREAD, 0, (r - mean) / std.clamp(min=MIN_SPREAD))
     return total
 
-
 def child_weights(level: Level, mode: str) -> Tensor:
-    """Weights of sibling edges, 1 in sum: equal, or softmax of the stored log-probs (eq. 11) -> (E,)."""
-    n, parent, score = len(level.x), level.parent, level.log_prob_old
-    if mode == "mean":
-        score = torch.zeros_like(score)
+    """Weights of siblings, 1 in sum: equal, or softmax of their log-probs (eq. 11) -> (E,)."""
+    n, parent = len(level.x), level.parent
+    score = level.log_prob_old if mode == "prob" else torch.zeros_like(level.log_prob_old)
     top = score.new_full((n,), -math.inf).scatter_reduce(0, parent, score, "amax")
     w = (score - top[parent]).exp()
     return w / w.new_zeros(n).index_add(0, parent, w)[parent]
 
-
 def backup(tree: Tree, leaf_adv: Tensor, weights: str = "mean") -> list[Tensor]:
-    """Advantage of every edge: the weighted mean of those below it (eq. 10) -> per level (E,)."""
+    """Advantage of every edge, the weighted mean of those below it (eq. 10) -> per level (E,)."""
     value, adv = leaf_adv, []
     for level in reversed(tree.levels):
         adv.append(value)
-        w = child_weights(level, weights).to(value)
-        value = value.new_zeros(len(level.x)).index_add(0, level.parent, w * value)
+        weighted = child_weights(level, weights).to(value) * value
+        value = value.new_zeros(len(level.x)).index_add(0, level.parent, weighted)
     return adv[::-1]
-
 
 def normalize_siblings(tree: Tree, adv: list[Tensor], mode: str = "center") -> list[Tensor]:
     """Compare each edge with its siblings -> per level (E,).
 
     none    the paper: the backed-up value as it is
-    center  A - mean of the other siblings = k/(k-1) (A - mean): unbiased, the default
+    center  A - mean of the other siblings = k/(k-1) (A - mean): unbiased
     std     zero mean, unit population std (at k = 2 only the sign is left)
-    depth   zero mean, unit std over all edges of the prompt at that depth
-    A group of one keeps its value (so chains are flat GRPO); spread below 1e-6 gives 0.
+    depth   zero mean, unit std over the prompt's edges at that depth
+    A group of one keeps its value (so chains are flat GRPO); a spread below 1e-6 gives 0.
     """
     if mode == "none":
         return adv
     out = []
-    for level, a in zip(tree.levels, adv):
-        mean, std, k = group_stats(a, level.prompt[level.parent] if mode == "depth" else level.parent)
+    for level, a in zip(tree.levels, adv, strict=True):
+        siblings = level.prompt[level.parent] if mode == "depth" else level.parent
+        mean, std, k = group_stats(a, siblings)
         scale = k / (k - 1).clamp(min=1) if mode == "center" else 1 / std.clamp(min=MIN_SPREAD)
         out.append(torch.where(k == 1, a, torch.where(std < MIN_SPREAD, 0, (a - mean) * scale)))
     return out
 
-
 def edge_advantages(tree: Tree, rewards: Tensor, cfg: Config, weights=(1.0,)) -> list[Tensor]:
-    """Reward backup, then normalisation per sibling group; rewards (L,) or (R, L) -> per level (E,)."""
-    leaf = leaf_advantages(rewards, tree.root if cfg.group == "root" else tree.prompt, weights)
+    """Backup, then normalisation among siblings; rewards (L,) or (R, L) -> per level (E,)."""
+    leaf = leaf_advantages(rewards, tree.groups(cfg.group), weights)
     adv = normalize_siblings(tree, backup(tree, leaf, cfg.backup), cfg.sibling_norm)
     return [a.clamp(-cfg.adv_clip, cfg.adv_clip) for a in adv]
 
+# ==== 6. Clipped update =========================================================================
 
-# ======================================================================================
-# 6. Clipped update
-# ======================================================================================
 def clipped_surrogate(log_prob, log_prob_old, adv, clip) -> tuple[Tensor, dict[str, Tensor]]:
     """-min(rho A, clip(rho, 1 - clip, 1 + clip) A), rho = exp(log_prob - log_prob_old) (eq. 12).
 
     All (E,); clip a float or one per edge. Returns the loss per edge, and per edge the ratio and
-    whether the clip stopped its gradient on the lower or the upper side.
+    whether the clip stopped its gradient, on the low or the high side.
     """
     ratio = (log_prob - log_prob_old).exp()
-    low, high = ratio < 1 - clip, ratio > 1 + clip
     loss = -torch.minimum(ratio * adv, torch.clamp(ratio, 1 - clip, 1 + clip) * adv)
-    return loss, dict(ratio=ratio.detach(), low=low & (adv < 0), high=high & (adv > 0))
-
+    return loss, {"ratio": ratio.detach(), "clip_low": (ratio < 1 - clip) & (adv < 0),
+                  "clip_high": (ratio > 1 + clip) & (adv > 0)}
 
 def clip_range(cfg: Config, adv: Tensor, dims: int):
-    """Clip range of each edge for latents of `dims` values: constant, or wider for a better edge.
+    """Clip range of each edge for latents of `dims` values: constant, or wider if it is better.
 
-    D eq. 11: eps(A) = min + (max - min) sigmoid(eta A). A mean-reduced log-ratio shrinks like
-    1 / sqrt(dims), hence the division.
+    D eq. 11: min + (max - min) sigmoid(eta A), the sigmoid being our choice. Divided by
+    sqrt(dims), as a mean-reduced log-ratio shrinks like that.
     """
     if not cfg.clip_max:
         return cfg.clip / math.sqrt(dims)
     width = (cfg.clip_max - cfg.clip_min) * torch.sigmoid(cfg.clip_eta * adv)
     return (cfg.clip_min + width) / math.sqrt(dims)
 
-
 def edge_weights(tree: Tree, cfg: Config) -> list[Tensor]:
-    """Weight of each edge's loss, per level (E,), before division by `all_sum` of their total.
+    """Weight of each edge's loss -> per level (E,); divided by its total over all processes.
 
-    edges: all alike; layer: an edge's share of the leaves; sum: eq. 12, a mean over prompts only.
+    edges: alike; layer: an edge's number of leaves; sum: alike, total = number of prompts.
     """
     share, out = torch.ones(len(tree.leaves)), []
-    stds = [level.std.item() for level in tree.levels if level.step.train]
     for level in reversed(tree.levels):
         w = share if cfg.loss_reduce == "layer" else torch.ones_like(share)
-        scale = level.std.item() * len(stds) / sum(stds) if cfg.step_weight == "std" else 1.0
-        out.append(w * scale * level.step.train)
+        out.append(w * (level.std.item() if cfg.step_weight == "std" else 1.0) * level.step.train)
         share = torch.zeros(len(level.x)).index_add(0, level.parent, share)
-    return out[::-1]
+    prompts = torch.tensor(float(len(tree.prompt.unique())))
+    total = prompts if cfg.loss_reduce == "sum" else sum(w.sum() for w in out)
+    return [w / all_sum(total) for w in out[::-1]]
 
+def layer_tuning(tree: Tree, leaf_adv: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Per level the node on the best path that each node imitates (N,), and its weight (N,).
 
-def layer_tuning_targets(tree: Tree, leaf_adv: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """LayerTuning (D eq. 13): per level the best node (N,) that each node imitates, and its weight (N,).
-
-    The best path of a prompt ends at its first best leaf; the weight is that leaf's advantage, its
-    lead over the group (our choice), and 0 at the best nodes. The target is the output the model
-    had there in the rollout, so no denoiser evaluation is added.
+    LayerTuning (D eq. 13): a prompt's best path ends at its first best leaf, whose advantage is
+    the weight (our choice), 0 for the best nodes. The target is the network's output there in the
+    rollout, so no denoiser evaluation is added. The weights give a mean over the other nodes of
+    each trained level, and over these levels.
     """
-    best = {p: max((tree.prompt == p).nonzero().flatten().tolist(), key=lambda n: leaf_adv[n].item())
-            for p in tree.prompt.unique().tolist()}
+    best = [max((tree.prompt == p).nonzero().flatten().tolist(), key=lambda n: leaf_adv[n].item())
+            for p in range(int(tree.prompt.max()) + 1)]
+    paths = torch.tensor([tree.path(leaf) for leaf in best])  # (P, levels)
     out = []
-    for l, level in enumerate(tree.levels):
-        at = torch.zeros(int(tree.prompt.max()) + 1, dtype=torch.long)
-        lead = torch.zeros(len(at))
-        for p, leaf in best.items():
-            at[p], lead[p] = level.parent[tree.path(leaf)[l]], leaf_adv[leaf]
-        target = at[level.prompt]
-        out.append((target, lead[level.prompt] * (target != torch.arange(len(target)))))
-    return out
-
+    for n, level in enumerate(tree.levels):
+        target = level.parent[paths[:, n]][level.prompt]
+        other = (target != torch.arange(len(target))) * float(level.step.train)
+        out.append((target, other * leaf_adv[best][level.prompt], other.sum()))
+    count = all_sum(torch.stack([c for _, _, c in out])).clamp(min=1)
+    trained = sum(level.step.train for level in tree.levels)
+    return [(target, w / c / trained) for (target, w, _), c in zip(out, count, strict=True)]
 
 def micro_batch_loss(policy, level: Level, batch, cond, cfg: Config, adv, weight, tuning):
-    """Loss of the edges of one micro-batch of nodes: a scalar, and statistics per edge."""
+    """Loss of the edges of some nodes: a scalar, and statistics per edge."""
     nodes, edges, local = batch
     here = level.x[nodes], level.prompt[nodes], level.step, cond
     if cfg.kl:
         with torch.no_grad(), policy.reference():
             ref = transition(policy, *here)[1]
-    pred, mean, std = transition(policy, *here)  # the same call as in the rollout: rho = 1 at first
-    sample, old, adv, weight = (t[edges].to(mean.device) for t in (level.sample, level.log_prob_old, adv, weight))
+    pred, mean, std = transition(policy, *here)  # the rollout's own call: rho = 1 at first
+    sample, old, adv, weight = (t[edges].to(mean.device) for t in
+                                (level.sample, level.log_prob_old, adv, weight))
     log_prob = gaussian_log_prob(sample, mean[local], std)
     loss, stats = clipped_surrogate(log_prob, old, adv, clip_range(cfg, adv, sample[0].numel()))
     if cfg.kl:
@@ -644,74 +583,59 @@ def micro_batch_loss(policy, level: Level, batch, cond, cfg: Config, adv, weight
         loss = loss + cfg.kl * stats["kl"]
     loss = (weight * loss).sum()
     if cfg.sft:
-        target, lead = tuning
-        gap = ((pred - level.pred[target[nodes]].to(pred.device)) ** 2).flatten(1).mean(1)
-        loss = loss + cfg.sft * (lead[nodes].to(gap.device) * gap).sum()
+        target, lead = (t[nodes] for t in tuning)
+        gap = ((pred - level.pred[target].to(pred.device)) ** 2).flatten(1).mean(1)
+        loss = loss + cfg.sft * (lead.to(gap.device) * gap).sum()
+    check_finite("loss", loss, level.step.i)
     return loss, stats
 
+LOSS_SCALE = 2.0**12  # keeps fp16 gradients from underflow; a power of two is exact in fp32
 
-def accumulate_gradients(policy, tree: Tree, adv, cond, cfg: Config, weights, tuning, scaler) -> dict:
-    """One backward pass per micro-batch of nodes; the gradients add up to those of the whole tree."""
-    stats = []
-    for level, a, w, t in zip(tree.levels, adv, weights, tuning):
-        if not level.step.train:
-            continue
+def accumulate_gradients(policy, tree: Tree, adv, cond, cfg: Config, weights, tuning):
+    """One backward pass per micro-batch of nodes; they add up to LOSS_SCALE x the gradient."""
+    parts = []
+    for n, level in enumerate(tree.levels):
         for batch in node_batches(len(level.x), level.parent, cfg.micro_batch):
-            loss, s = micro_batch_loss(policy, level, batch, cond, cfg, a, w, t)
-            check_finite("loss", loss, level.step.i)
-            scaler.scale(loss).backward()
-            stats.append({k: v.detach().float().cpu() for k, v in s.items()})
-    return {k: torch.cat([s[k] for s in stats]) for k in stats[0]}
+            if level.step.train:
+                loss, stats = micro_batch_loss(policy, level, batch, cond, cfg, adv[n], weights[n],
+                                               tuning[n] if cfg.sft else None)
+                (loss * LOSS_SCALE).backward()
+                parts.append({k: v.detach().float().cpu() for k, v in stats.items()})
+    return {k: torch.cat([p[k] for p in parts]) for k in parts[0]}
 
-
-def update(policy, tree: Tree, adv, leaf_adv, cond, cfg: Config, optimizer, scaler) -> list[dict]:
-    """`inner_epochs` optimiser steps on one tree -> statistics of each."""
-    weights, tuning = edge_weights(tree, cfg), layer_tuning_targets(tree, leaf_adv)
-    total = torch.stack([w.sum() for w in weights]).sum()
-    if cfg.loss_reduce == "sum":
-        total = torch.tensor(float(len(tree.prompt.unique())))
-    others = torch.stack([(t != torch.arange(len(t))).sum() for t, _ in tuning]).float()
-    total, others = all_sum(total), all_sum(others).clamp(min=1)
-    trained = sum(level.step.train for level in tree.levels)
-    weights = [w / total for w in weights]
-    tuning = [(t, lead / n / trained) for (t, lead), n in zip(tuning, others)]
-    log = []
+def update(policy, tree: Tree, adv, leaf_adv, cond, cfg: Config, optimizer) -> list[dict]:
+    """`inner_epochs` optimiser steps on one rollout -> statistics of each."""
+    weights, log = edge_weights(tree, cfg), []
+    tuning = layer_tuning(tree, leaf_adv) if cfg.sft else None
     for _ in range(cfg.inner_epochs):
         optimizer.zero_grad(set_to_none=False)
-        stats = together(accumulate_gradients, policy, tree, adv, cond, cfg, weights, tuning, scaler)
+        stats = together(accumulate_gradients, policy, tree, adv, cond, cfg, weights, tuning)
         for p in policy.trainable:
-            p.grad = all_sum(torch.zeros_like(p) if p.grad is None else p.grad)
-        scaler.unscale_(optimizer)
+            p.grad = all_sum(torch.zeros_like(p) if p.grad is None else p.grad / LOSS_SCALE)
         norm = nn.utils.clip_grad_norm_(policy.trainable, cfg.max_grad_norm).item()
-        if not math.isfinite(norm) and not scaler.is_enabled():
+        if not math.isfinite(norm):
             raise NumericalError("gradient norm is not finite")
-        scaler.step(optimizer)  # fp16: skipped, and the loss scale lowered, on overflow
-        scaler.update()
+        optimizer.step()
         off = (stats["ratio"] - 1).abs()
-        log.append(dict(ratio_mean=stats["ratio"].mean().item(), ratio_std=off.square().mean().sqrt().item(),
-                        ratio_max=off.max().item(), clip_low=stats["low"].mean().item(),
-                        clip_high=stats["high"].mean().item(), grad_norm=norm,
-                        **({"kl": stats["kl"].mean().item()} if cfg.kl else {})))
+        log.append({k: v.mean().item() for k, v in stats.items()} | {
+            "ratio_std": stats["ratio"].std(correction=0).item(), "ratio_max": off.max().item(),
+            "grad_norm": norm})
     return log
 
+# ==== 7. Many processes (torchrun): every rank grows the trees of its own prompts ===============
 
-# ======================================================================================
-# 7. Many processes (torchrun): every rank grows the trees of its own prompts
-# ======================================================================================
 def world() -> tuple[int, int]:
     """(rank, number of processes)."""
     dist = torch.distributed
     ready = dist.is_available() and dist.is_initialized()
     return (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
 
-
 def all_sum(value: Tensor) -> Tensor:
-    """Sum over the processes; the value itself where there is one."""
+    """Sum over the processes."""
     if world()[1] > 1:
         value = value.clone()
         torch.distributed.all_reduce(value)
     return value
-
 
 def together(function, *args):
     """Call; a NumericalError on one rank is raised on all, so that none waits for another."""
@@ -724,41 +648,30 @@ def together(function, *args):
         raise error or NumericalError("another process met a value that is not finite")
     return result
 
+# ==== 8. Models. A policy is what the method needs from a model =================================
 
-# ======================================================================================
-# 8. Models. A policy is what the method needs from a model.
-# ======================================================================================
 class Policy:
-    """Protocol and shared parts. Subclasses give `encode`, `denoise`, `decode` and set:
+    """Protocol and shared parts. A subclass sets
 
-    kind       what `denoise` predicts: "flow" (velocity), "eps" or "v"
-    grid       (T+1,) float32: sigma for flow, cumulative alpha for eps and v, from noise to data
-    shape      (C, H, W) of the latents; trainable: list of float32 parameters; device
+    kind       what the network predicts: "flow" (velocity), "eps" or "v"
+    grid       (T+1,) float32 from noise to data: sigma for flow, cumulative alpha otherwise
+    shape      (C, H, W) of the latents; guided: whether guidance doubles the batch
+    trainable  float32 parameters, `initial` their untrained values; cfg; device
+
+    and defines encode(prompts) -> dict of tensors (P, ...), under guidance (P, 2, ...) with the
+    unconditional one first; denoise(x, i, cond) -> network output (N, C, H, W) for latents x at
+    grid point i; decode(latents) -> images (B, 3, H, W) in [0, 1]; export, restore (folder).
     """
 
-    kind = "flow"
     evaluations = 0  # latents the denoiser has seen, twice under guidance
 
-    def encode(self, prompts: list[str]) -> dict[str, Tensor]:
-        """Conditioning, tensors (P, ...); under guidance (P, 2, ...): unconditional, conditional."""
-        raise NotImplementedError
-
-    def denoise(self, x: Tensor, i: int, cond: dict[str, Tensor]) -> Tensor:
-        """Raw model output (N, C, H, W) for latents x (N, C, H, W) at grid point i."""
-        raise NotImplementedError
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Images (B, 3, H, W) in [0, 1]."""
-        raise NotImplementedError
-
     def predict(self, x: Tensor, i: int, cond: dict[str, Tensor]) -> Tensor:
-        """Model output with classifier-free guidance, float32; the same in sampling and training."""
+        """Network output with classifier-free guidance -> (N, C, H, W) float32."""
+        self.evaluations += len(x) * (2 if self.guided else 1)
         if not self.guided:
-            self.evaluations += len(x)
             return self.denoise(x, i, cond).float()
-        self.evaluations += 2 * len(x)
-        pair = {k: v.transpose(0, 1).flatten(0, 1) for k, v in cond.items()}
-        uncond, text = self.denoise(torch.cat([x, x]), i, pair).float().chunk(2)
+        both = {k: v.transpose(0, 1).flatten(0, 1) for k, v in cond.items()}
+        uncond, text = self.denoise(torch.cat([x, x]), i, both).float().chunk(2)
         return uncond + self.cfg.guidance * (text - uncond)
 
     def step(self, x: Tensor, pred: Tensor, i: int, j: int, noise: float) -> tuple[Tensor, Tensor]:
@@ -772,52 +685,50 @@ class Policy:
         return {"cps": cps_step, "dance": dance_sde_step}[self.cfg.sde](x, pred, now, then, noise)
 
     def denoised(self, x: Tensor, pred: Tensor, i: int) -> Tensor:
-        """Predicted clean latents, (N, C, H, W)."""
+        """Predicted clean latents (N, C, H, W)."""
         a = self.grid[i]
         if self.kind == "flow":
             return x - a * pred
-        return (x - (1 - a).sqrt() * pred) / a.sqrt() if self.kind == "eps" else a.sqrt() * x - (1 - a).sqrt() * pred
+        scaled = (1 - a).sqrt() * pred
+        return (x - scaled) / a.sqrt() if self.kind == "eps" else a.sqrt() * x - scaled
 
     def reference(self):
         """Context in which the denoiser is the untrained one."""
         return swapped(self.trainable, self.initial)
 
-
 @contextlib.contextmanager
 def swapped(parameters: list[nn.Parameter], values: list[Tensor]):
     """Context in which the parameters hold other values."""
     kept = [p.data for p in parameters]
-    for p, v in zip(parameters, values):
-        p.data = v
     try:
+        for p, v in zip(parameters, values, strict=True):
+            p.data = v
         yield
     finally:
-        for p, v in zip(parameters, kept):
+        for p, v in zip(parameters, kept, strict=True):
             p.data = v
 
-
-# ---- the tiny world: captions "a red circle", 16 x 16 pixels, trained at first use -------------
-COLOURS = {"red": (0.9, 0.1, 0.1), "green": (0.1, 0.7, 0.2), "blue": (0.15, 0.25, 0.9), "yellow": (0.95, 0.8, 0.1)}
+# ---- the tiny world: captions "a red circle", 16 x 16 pixels; its base is trained at first use
+COLOURS = {"red": (0.9, 0.1, 0.1), "green": (0.1, 0.7, 0.2), "blue": (0.15, 0.25, 0.9),
+           "yellow": (0.95, 0.8, 0.1)}
 SHAPES = ("circle", "square", "triangle", "cross")
 CAPTIONS = [f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES]
 PLACES = [(y, x) for y in (6, 10) for x in (6, 10)]  # centres
-TINY = dict(width=96, blocks=3, heads=4, patch=4, wrong=0.45, steps=1500, batch=64, lr=1e-2)
-
+BASE = {"width": 96, "blocks": 3, "heads": 4, "patch": 4, "wrong": 0.45, "steps": 1500,
+        "batch": 64, "lr": 1e-2}
 
 def draw_caption(caption: str) -> Tensor:
     """Clean drawings of a caption at every place -> (4, 3, 16, 16) in [0, 1]."""
     _, colour, shape = caption.split()
-    line = torch.arange(16) + 0.5
+    ink, paper, line = torch.tensor(COLOURS[colour]).view(3, 1, 1), 0.97, torch.arange(16) + 0.5
     drawings = []
     for cy, cx in PLACES:
-        dy, dx = (line - cy)[:, None].expand(16, 16), (line - cx)[None].expand(16, 16)
-        mask = {"circle": dy**2 + dx**2 < 30, "square": (dy.abs() < 5) & (dx.abs() < 5),
-                "triangle": (dx.abs() < (dy + 6) / 2) & (dy.abs() < 5.5),
-                "cross": (torch.minimum(dy.abs(), dx.abs()) < 1.6) & (torch.maximum(dy.abs(), dx.abs()) < 5.5)}[shape]
-        ink, paper = torch.tensor(COLOURS[colour]).view(3, 1, 1), 0.97
+        y, x = (line - cy)[:, None], (line - cx)[None]
+        far, near = torch.maximum(y.abs(), x.abs()), torch.minimum(y.abs(), x.abs())
+        mask = {"circle": y**2 + x**2 < 30, "square": far < 5, "cross": (near < 1.6) & (far < 5.5),
+                "triangle": (x.abs() < (y + 6) / 2) & (y.abs() < 5.5)}[shape]
         drawings.append(torch.where(mask, ink, paper))
     return torch.stack(drawings)
-
 
 class Block(nn.Module):
     """Transformer block whose normalisation is modulated by the condition (DiT, adaLN-zero)."""
@@ -826,111 +737,108 @@ class Block(nn.Module):
         super().__init__()
         self.heads, self.norm = heads, nn.LayerNorm(width, elementwise_affine=False)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.ada = nn.Linear(width, 6 * width)
         nn.init.zeros_(self.ada.weight)
         nn.init.zeros_(self.ada.bias)
 
     def forward(self, x, c):  # x (N, L, W), c (N, W)
         shift1, scale1, gate1, shift2, scale2, gate2 = self.ada(F.silu(c))[:, None].chunk(6, -1)
-        q, k, v = self.qkv(self.norm(x) * (1 + scale1) + shift1).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        qkv = self.qkv(self.norm(x) * (1 + scale1) + shift1).unflatten(-1, (3, self.heads, -1))
+        y = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4))  # (N, heads, L, W / heads)
         x = x + gate1 * self.out(y.transpose(1, 2).flatten(2))
-        return x + gate2 * self.mlp(self.norm(x) * (1 + scale2) + shift2)
-
+        return x + gate2 * self.down(F.gelu(self.up(self.norm(x) * (1 + scale2) + shift2)))
 
 class TinyDiT(nn.Module):
-    """A diffusion transformer on 4 x 4 patches, conditioned on time and the two words of a caption."""
+    """Diffusion transformer on 4 x 4 patches, conditioned on time and a caption's two words."""
 
     def __init__(self, width: int, blocks: int, heads: int, patch: int):
         super().__init__()
-        self.patch, n = patch, 16 // patch
+        self.patch, self.side = patch, 16 // patch
         self.embed = nn.Linear(3 * patch**2, width)
-        self.place = nn.Parameter(torch.randn(n * n, width))
+        self.place = nn.Parameter(torch.randn(self.side**2, width))
         self.words = nn.Embedding(len(COLOURS) + len(SHAPES), width)
         self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
         self.head = nn.Linear(width, 3 * patch**2)
 
-    def forward(self, x, time, words):  # x (N, 3, 16, 16), time (N,) in [0, 1], words (N, 2)
-        p, freq = self.patch, torch.logspace(0, 1.5, self.place.shape[1] // 2, device=x.device)
-        wave = torch.cat([(time[:, None] * freq).cos(), (time[:, None] * freq).sin()], 1)
-        c = self.time(wave) + self.words(words).sum(1)
-        h = self.embed(F.pixel_unshuffle(x, p).flatten(2).transpose(1, 2)) + self.place
+    def forward(self, x, time, words):  # (N, 3, 16, 16), time (N,) in [0, 1], words (N, 2)
+        phase = time[:, None] * torch.logspace(0, 1.5, self.place.shape[1] // 2, device=x.device)
+        c = self.time(torch.cat([phase.cos(), phase.sin()], 1)) + self.words(words).sum(1)
+        h = self.embed(F.pixel_unshuffle(x, self.patch).flatten(2).mT) + self.place
         for block in self.blocks:
             h = block(h, c)
-        h = self.head(F.layer_norm(h, h.shape[-1:])).transpose(1, 2)
-        return F.pixel_shuffle(h.unflatten(2, (16 // p, 16 // p)), p)
-
+        h = self.head(F.layer_norm(h, h.shape[-1:])).mT.unflatten(2, (self.side, self.side))
+        return F.pixel_shuffle(h, self.patch)
 
 def ddpm_alphas() -> Tensor:
-    """Cumulative alphas of Stable Diffusion 1.5's noise schedule -> (1000,) float32."""
+    """Cumulative alphas of Stable Diffusion 1.5's noise schedule -> (1000,)."""
     betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
     return (1 - betas).cumprod(0).float()
 
-
-def caption_words(caption: str) -> list[int]:
+def caption_words(captions: list[str]) -> Tensor:
     names = [*COLOURS, *SHAPES]
-    return [names.index(w) for w in caption.split()[1:]]
+    return torch.tensor([[names.index(word) for word in c.split()[1:]] for c in captions])
 
-
-def pretrain(kind: str) -> dict[str, Tensor]:
-    """Train the tiny base: 45 % of its captions are wrong, as many web captions are. About a minute."""
+def pretrain(kind: str, net: TinyDiT) -> None:
+    """Train the tiny base; 45 % of its captions are wrong, as many captions on the web are."""
     from tqdm import tqdm
-
-    gen = torch.Generator().manual_seed(0)
+    gen, n, batch = torch.Generator().manual_seed(0), len(CAPTIONS), BASE["batch"]
     images = torch.stack([draw_caption(c) for c in CAPTIONS]) * 2 - 1  # (16, 4, 3, 16, 16)
-    words = torch.tensor([caption_words(c) for c in CAPTIONS])
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        net = TinyDiT(*(TINY[k] for k in ("width", "blocks", "heads", "patch")))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=TINY["lr"], weight_decay=0.01)
-    rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, TINY["lr"], TINY["steps"], pct_start=0.1)
-    alphas, n, N = ddpm_alphas(), len(CAPTIONS), TINY["batch"]
-    for _ in tqdm(range(TINY["steps"]), desc=f"training the {kind} base, once", unit="step"):
-        true = torch.randint(n, (N,), generator=gen)
-        wrong = torch.rand(N, generator=gen) < TINY["wrong"]
-        caption = (true + wrong * torch.randint(1, n, (N,), generator=gen)) % n
-        x0 = images[true, torch.randint(len(PLACES), (N,), generator=gen)]
-        noise, u = torch.randn(x0.shape, generator=gen), torch.rand(N, generator=gen)
+    words, alphas = caption_words(CAPTIONS), ddpm_alphas()
+    optimizer = torch.optim.AdamW(net.parameters(), BASE["lr"])
+    rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, BASE["lr"], BASE["steps"], pct_start=0.05)
+    for _ in tqdm(range(BASE["steps"]), desc=f"training the {kind} base, once", unit="step"):
+        true, place = (torch.randint(m, (batch,), generator=gen) for m in (n, len(PLACES)))
+        wrong = torch.rand(batch, generator=gen) < BASE["wrong"]
+        caption = (true + wrong * torch.randint(1, n, (batch,), generator=gen)) % n
+        time, x0 = torch.rand(batch, generator=gen), images[true, place]
+        noise = torch.randn(x0.shape, generator=gen)
         if kind == "tiny":
-            s = u.view(-1, 1, 1, 1)
+            s = time.view(-1, 1, 1, 1)
             x, target = (1 - s) * x0 + s * noise, noise - x0
         else:
-            t = (u * 1000).long()
-            a, u = alphas[t].view(-1, 1, 1, 1), t / 1000
+            t = (time * 1000).long()
+            a, time = alphas[t].view(-1, 1, 1, 1), t / 1000
             x, target = a.sqrt() * x0 + (1 - a).sqrt() * noise, noise
-        loss = F.mse_loss(net(x, u, words[caption]), target)
         optimizer.zero_grad()
-        loss.backward()
+        F.mse_loss(net(x, time, words[caption]), target).backward()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         rate.step()
-    return net.state_dict()
 
+def tiny_base(kind: str) -> TinyDiT:
+    """The base from the user's cache, or trained now and put there."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        net = TinyDiT(*(BASE[k] for k in ("width", "blocks", "heads", "patch")))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treegrpo"
+    recipe = json.dumps([kind, BASE, CAPTIONS, PLACES, str(net)])
+    path = cache / f"{kind}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}.pt"
+    if not path.exists():
+        pretrain(kind, net)
+        save_atomic(net.state_dict(), path)
+    net.load_state_dict(torch.load(path, weights_only=True))
+    return net.eval()
 
 class TinyPolicy(Policy):
-    """The tiny world: `tiny` is a flow model, `tiny-ddpm` predicts epsilon and is sampled by DDIM."""
+    """The tiny world: `tiny` is a flow model, `tiny-ddpm` predicts eps and is sampled by DDIM."""
 
     guided, shape = False, (3, 16, 16)
 
     def __init__(self, cfg: Config, device: torch.device):
-        self.cfg, self.device = cfg, device
-        self.kind = "flow" if cfg.model == "tiny" else "eps"
-        self.net = TinyDiT(*(TINY[k] for k in ("width", "blocks", "heads", "patch")))
-        self.net.load_state_dict(tiny_base(cfg.model))
-        self.net.to(device).eval()
+        self.cfg, self.device, self.net = cfg, device, tiny_base(cfg.model).to(device)
         self.trainable = list(self.net.parameters())
         self.initial = [p.detach().clone() for p in self.trainable]
-        self.times = torch.linspace(1, 0, cfg.steps + 1)
-        self.grid = self.times
-        if self.kind == "eps":  # SD1.5's "leading" spacing with offset 1
+        self.kind, self.grid = "flow", torch.linspace(1, 0, cfg.steps + 1)
+        self.times = self.grid
+        if cfg.model == "tiny-ddpm":  # SD1.5's "leading" spacing with offset 1
             t = torch.arange(cfg.steps - 1, -1, -1) * (1000 // cfg.steps) + 1
-            alphas = ddpm_alphas()
-            self.times, self.grid = t / 1000, torch.cat([alphas[t], alphas[:1]])
+            self.kind, self.times = "eps", t / 1000
+            self.grid = torch.cat([ddpm_alphas()[t], ddpm_alphas()[:1]])
 
     def encode(self, prompts):
-        return {"words": torch.tensor([caption_words(p) for p in prompts])}
+        return {"words": caption_words(prompts)}
 
     def denoise(self, x, i, cond):
         return self.net(x, self.times[i].to(x.device).expand(len(x)), cond["words"])
@@ -939,55 +847,280 @@ class TinyPolicy(Policy):
         return (latents.to(self.device) / 2 + 0.5).clamp(0, 1)
 
     def export(self, folder: Path) -> None:
-        """Write the weights for use elsewhere."""
         save_atomic(self.net.state_dict(), folder / "model.pt")
 
     def restore(self, folder: Path) -> None:
-        """Read what `export` wrote."""
         self.net.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
 
+# ---- real models: diffusers pipelines of three classes ----------------------------------------
+REPOSITORIES = {"sd15": "stable-diffusion-v1-5/stable-diffusion-v1-5",
+                "sd3": "stabilityai/stable-diffusion-3.5-medium",
+                "flux": "black-forest-labs/FLUX.1-dev"}
+PIPELINES = {"StableDiffusionPipeline": "sd15", "StableDiffusion3Pipeline": "sd3",
+             "FluxPipeline": "flux"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+KINDS = {"epsilon": "eps", "v_prediction": "v"}
+ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]  # LoRA targets: ddpo-pytorch
+JOINT = ["attn." + t for t in (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")]
+PROMPTS = [  # for a first run: subjects, counts, colours, places, styles, lettering
+    "a lighthouse on a cliff in a thunderstorm, oil painting", "a fox asleep in snow at sunrise",
+    "three red apples beside a blue teapot", "an old fisherman mending a net, portrait photo",
+    "a glass greenhouse full of ferns, morning mist", "a black bicycle leaning on a yellow wall",
+    "two astronauts playing chess on the moon", "a bowl of ramen with a soft egg, seen from above",
+    "a shop window with a sign that says OPEN", "a paper boat drifting down a flooded street",
+    "a stone bridge over a mountain stream in autumn", "a marble statue of an owl in headphones",
+    "a market square at night lit by lanterns, watercolour", "a green parrot on a stack of books",
+    "an empty railway station in fog, black and white photo", "a castle made of ice at midnight"]
 
-def tiny_base(kind: str) -> dict[str, Tensor]:
-    """Weights of the tiny base, from the user's cache or trained now."""
-    key = hashlib.sha256(json.dumps([kind, TINY, CAPTIONS, PLACES]).encode()).hexdigest()[:12]
-    path = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "treegrpo" / f"{kind}-{key}.pt"
-    if not path.exists():
-        save_atomic(pretrain(kind), path)
-    return torch.load(path, weights_only=True)
+def unavailable(model: str, error: Exception) -> UsageError:
+    """One line: which repository, where else to look, and its licence gate."""
+    source, reason = REPOSITORIES.get(model, model), f"{error}\n".splitlines()[0]
+    if Path(source).is_dir():
+        return UsageError(f"--model {model}: the folder is not a complete pipeline ({reason})")
+    gate = (f"; its licence must be accepted at https://huggingface.co/{source}, followed by "
+            "`hf auth login`" if source in (REPOSITORIES["sd3"], REPOSITORIES["flux"]) else "")
+    return UsageError(f"--model {model}: {source} is neither in the local cache nor to be had from "
+                      f"the hub{gate}; for a copy on disk use --model FOLDER ({reason})")
 
+@functools.cache
+def model_config(model: str, part: str = "") -> dict:
+    """model_index.json of a pipeline, or the configuration of one of its parts; no weights."""
+    from huggingface_hub import hf_hub_download
+    source = REPOSITORIES.get(model, model)
+    name = {"": "model_index.json", "scheduler": "scheduler/scheduler_config.json"}.get(
+        part, f"{part}/config.json")
+    try:
+        path = Path(source, name) if Path(source).is_dir() else hf_hub_download(source, name)
+        return json.loads(Path(path).read_text())
+    except (OSError, ValueError) as e:
+        raise unavailable(model, e) from None
 
-FAMILIES = {  # how a model is loaded, and the flags whose default depends on it
+def load_pipeline(cfg: Config, core: str):
+    """Pipeline on the CPU: VAE and fully trained weights in float32, the rest in cfg.dtype.
+
+    Left out are the safety checker, and the T5 of SD3 where it is not there.
+    """
+    from diffusers import DiffusionPipeline
+    source, dtype = REPOSITORIES.get(cfg.model, cfg.model), DTYPES[cfg.dtype]
+    skip = {"safety_checker", "feature_extractor", "image_encoder"}
+    if Path(source).is_dir() and not Path(source, "text_encoder_3").is_dir():
+        skip |= {"text_encoder_3", "tokenizer_3"}
+    without = {k: None for k, v in model_config(cfg.model).items() if k in skip or v == [None, None]}
+    dtypes = {"vae": torch.float32, core: torch.float32 if cfg.full else dtype, "default": dtype}
+    try:
+        return DiffusionPipeline.from_pretrained(source, dtype=dtypes, **without)
+    except (OSError, ValueError) as e:
+        raise unavailable(cfg.model, e) from None
+
+class PipelinePolicy(Policy):
+    """A diffusers pipeline whose denoiser `core` is trained. Subclasses give `tables`, `forward`.
+
+    Only the tables of the scheduler are used, for its step() keeps an index of its own.
+    `asks` and `gives` are the arguments and results of the pipeline's encode_prompt.
+    """
+
+    core, patch, targets, embedded = "transformer", 2, JOINT, False  # targets: Flow-GRPO
+
+    def __init__(self, cfg: Config, device: torch.device):
+        self.cfg, self.device, self.dtype = cfg, device, DTYPES[cfg.dtype]
+        self.shape, self.guided = self.latent_shape(cfg), cfg.guidance > 1 and not self.embedded
+        self.pipe = load_pipeline(cfg, self.core)
+        self.net, self.vae = getattr(self.pipe, self.core), self.pipe.vae
+        for part in self.pipe.components.values():
+            if isinstance(part, nn.Module):
+                part.requires_grad_(False).eval()
+        self.trainable = self.unfreeze()
+        self.pipe.to(device)
+        self.vae.enable_slicing()
+        self.initial = [p.detach().clone() for p in self.trainable] if cfg.full else []
+        self.times, self.grid = self.tables(self.pipe.scheduler.config)  # (T,), (T+1,)
+        self.embed = functools.lru_cache(1024)(self.embed)  # on the CPU; FLUX: 4 MB a prompt
+
+    @classmethod
+    def latent_shape(cls, cfg: Config) -> tuple[int, int, int]:
+        """(C, H, W) of the latents; refuses what cannot work, from configurations alone."""
+        vae, scheduler = (model_config(cfg.model, part) for part in ("vae", "scheduler"))
+        factor = 2 ** (len(vae["block_out_channels"]) - 1)
+        if cfg.resolution % (factor * cls.patch):
+            raise UsageError(f"--resolution {cfg.resolution}: must be a multiple of "
+                             f"{factor * cls.patch} for --model {cfg.model}")
+        predicted = scheduler.get("prediction_type", "epsilon")
+        if predicted not in KINDS or scheduler.get("rescale_betas_zero_snr"):
+            raise UsageError(f"--model {cfg.model}: predicts {predicted}; allowed are "
+                             f"{', '.join(KINDS)}, without zero terminal SNR")
+        return vae["latent_channels"], cfg.resolution // factor, cfg.resolution // factor
+
+    def unfreeze(self) -> list[nn.Parameter]:
+        """LoRA matrices, or with --full all weights of the denoiser, in float32."""
+        from peft import LoraConfig
+        cfg, net = self.cfg, self.net
+        if cfg.full:
+            net.requires_grad_(True)
+        else:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(cfg.seed)
+                net.add_adapter(LoraConfig(
+                    r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, init_lora_weights="gaussian",
+                    target_modules=self.targets))
+        if cfg.grad_checkpointing:
+            net.enable_gradient_checkpointing()
+            for m in net.modules():  # diffusers checkpoints in train mode only; dropout stays off
+                m.train(not isinstance(m, nn.Dropout))
+        trainable = [p for p in net.parameters() if p.requires_grad]
+        for p in trainable:
+            p.data = p.data.float()
+        return trainable
+
+    @torch.no_grad()
+    def embed(self, prompt: str) -> dict[str, Tensor]:
+        parts = self.pipe.encode_prompt(prompt, device=self.device, **self.asks)
+        return {name: part[0].cpu() for name, part in zip(self.gives, parts, strict=False) if name}
+
+    def encode(self, prompts):
+        rows = [self.embed(p) for p in prompts]
+        if self.guided:
+            empty = self.embed("")
+            rows = [{k: torch.stack([empty[k], row[k]]) for k in row} for row in rows]
+        return {k: torch.stack([row[k] for row in rows]) for k in rows[0]}
+
+    def denoise(self, x, i, cond):
+        t = self.times[i].to(self.device).expand(len(x))
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            return self.forward(x, t, cond)
+
+    @torch.no_grad()
+    def decode(self, latents):
+        scale, shift = self.vae.config.scaling_factor, self.vae.config.shift_factor or 0.0
+        z = latents.to(self.device, torch.float32) / scale + shift
+        return (self.vae.decode(z, return_dict=False)[0] / 2 + 0.5).clamp(0, 1)
+
+    def reference(self):
+        if self.cfg.full:
+            return super().reference()
+        context = contextlib.ExitStack()
+        context.callback(self.net.enable_adapters)
+        self.net.disable_adapters()
+        return context
+
+    def export(self, folder: Path) -> None:
+        """For pipe.load_lora_weights(folder); with --full a folder `core` of all weights."""
+        from peft.utils import get_peft_model_state_dict
+        if self.cfg.full:
+            return self.net.save_pretrained(folder / self.core)
+        adapter = {"layers": get_peft_model_state_dict(self.net),
+                   "adapter_metadata": self.net.peft_config["default"].to_dict()}  # holds alpha
+        self.pipe.save_lora_weights(
+            folder, **{f"{self.core}_lora_{k}": v for k, v in adapter.items()})
+
+    def restore(self, folder: Path) -> None:
+        """Read what `export` wrote."""
+        from peft.utils import get_peft_model_state_dict
+        from safetensors.torch import load_file
+        if self.cfg.full:
+            saved = type(self.net).from_pretrained(folder / self.core)
+            return self.net.load_state_dict(saved.state_dict())
+        saved = load_file(folder / "pytorch_lora_weights.safetensors")
+        for name, value in get_peft_model_state_dict(self.net).items():
+            value.copy_(saved[f"{self.core}.{name}"])
+
+class SDPolicy(PipelinePolicy):
+    """Stable Diffusion 1 and 2, by DDIM whatever scheduler the repository holds (SD 1.5: PNDM)."""
+
+    core, patch, targets = "unet", 1, ATTENTION
+    gives = ("text",)
+    asks = {"num_images_per_prompt": 1, "do_classifier_free_guidance": False}
+
+    def tables(self, config):
+        from diffusers import DDIMScheduler
+        ddim = DDIMScheduler.from_config(config)
+        ddim.set_timesteps(self.cfg.steps)
+        self.kind, t = KINDS[ddim.config.prediction_type], ddim.timesteps
+        return t, torch.cat([ddim.alphas_cumprod[t], ddim.final_alpha_cumprod[None]])
+
+    def forward(self, x, t, cond):
+        return self.net(x, t, encoder_hidden_states=cond["text"], return_dict=False)[0]
+
+class SD3Policy(PipelinePolicy):
+    """Stable Diffusion 3 and 3.5, with or without the T5 encoder."""
+
+    asks = {"prompt_2": None, "prompt_3": None, "do_classifier_free_guidance": False}
+    gives = ("text", None, "pooled")
+
+    def tables(self, config):
+        from diffusers import FlowMatchEulerDiscreteScheduler
+        flow, T, how = FlowMatchEulerDiscreteScheduler.from_config(config), self.cfg.steps, {}
+        if config["use_dynamic_shifting"]:  # mu, linear in the number of image tokens
+            lo, hi = config["base_image_seq_len"], config["max_image_seq_len"]
+            share = (math.prod(self.shape[1:]) / 4 - lo) / (hi - lo)
+            how["mu"] = config["base_shift"] + share * (config["max_shift"] - config["base_shift"])
+        if self.embedded:  # FLUX starts from uniform sigmas, SD3 from the scheduler's own
+            how["sigmas"] = torch.linspace(1, 1 / T, T, dtype=torch.float64).tolist()
+        flow.set_timesteps(T, **how)
+        return flow.timesteps, flow.sigmas
+
+    def forward(self, x, t, cond):
+        return self.net(hidden_states=x, timestep=t, encoder_hidden_states=cond["text"],
+                        pooled_projections=cond["pooled"], return_dict=False)[0]
+
+class FluxPolicy(SD3Policy):
+    """FLUX.1: the denoiser takes the guidance scale as an input and latents in 2 x 2 patches."""
+
+    embedded, asks, gives = True, {"prompt_2": None}, ("text", "pooled")
+
+    def forward(self, x, t, cond):
+        h, w = (s // 2 for s in x.shape[2:])
+        row, col = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+        place = torch.stack([0 * row, row, col], -1).flatten(0, 1).to(x)  # (L, 3)
+        scale = torch.full_like(t, self.cfg.guidance) if self.net.config.guidance_embeds else None
+        v = self.net(hidden_states=F.pixel_unshuffle(x, 2).flatten(2).transpose(1, 2),  # (N, L, 4C)
+                     timestep=t / 1000, guidance=scale, encoder_hidden_states=cond["text"],
+                     pooled_projections=cond["pooled"], img_ids=place, return_dict=False,
+                     txt_ids=place.new_zeros(cond["text"].shape[1], 3))[0]
+        return F.pixel_shuffle(v.transpose(1, 2).unflatten(2, (h, w)), 2)
+
+# Config's own defaults: 10 steps (TreeGRPO); rank 32, alpha 64, noise .7 (Flow-GRPO); 8 prompts,
+# 216 images (DDPO takes 256). Here: 512 pixels (DDPO, Flow-GRPO); micro_batch, eval_images: ours.
+REAL = {"resolution": 512, "reward": ("hpsv2",), "dtype": "bf16", "eval_images": 64, "lr": 3e-4}
+FULL_LR = 1e-5  # TreeGRPO, DanceGRPO, MixGRPO: all weights. 3e-4: DDPO, Flow-GRPO, LoRA
+FAMILIES = {  # class of the policy, and the defaults of flags that depend on the model
     "tiny": (TinyPolicy, {}),
-    "tiny-ddpm": (TinyPolicy, dict(noise_level=1.0)),
+    "tiny-ddpm": (TinyPolicy, {}),
+    "sd15": (SDPolicy, REAL | {"guidance": 5.0, "micro_batch": 8}),  # guidance: DDPO
+    "sd3": (SD3Policy, REAL | {"guidance": 4.5, "micro_batch": 4}),  # TreeGRPO, Flow-GRPO
+    "flux": (FluxPolicy, REAL | {"guidance": 3.5, "micro_batch": 2}),  # DanceGRPO, MixGRPO
 }
 
-
 def family(model: str) -> str:
+    """Row of FAMILIES: by name, else by the class in the pipeline's model_index.json."""
     if model in FAMILIES:
         return model
-    raise UsageError(f"--model {model}: allowed are {', '.join(FAMILIES)}{nearest(model, FAMILIES)}")
-
+    require("/" in model or Path(model).is_dir(), f"--model {model}: allowed are "
+            f"{', '.join(FAMILIES)}, a hub id (owner/name) or a local folder"
+            f"{nearest(model, FAMILIES)}")
+    found = model_config(model).get("_class_name")
+    require(found in PIPELINES, f"--model {model}: is a {found}; allowed are "
+            f"{', '.join(PIPELINES)}")
+    return PIPELINES[found]
 
 def is_ddim(model: str) -> bool:
-    return family(model) == "tiny-ddpm"
+    return family(model) in ("tiny-ddpm", "sd15")
 
+# ==== 9. Rewards: fn(images (B, 3, H, W) in [0, 1], prompts) -> (B,) ============================
 
-# ======================================================================================
-# 9. Rewards: fn(images (B, 3, H, W) in [0, 1], prompts) -> (B,)
-# ======================================================================================
-def shapes_reward(device):
+def shapes_reward(device, folder=None):
     """exp(-16 d), d the mean squared distance to the nearest clean drawing of the caption."""
     drawings = {c: draw_caption(c).to(device) for c in CAPTIONS}
 
     def score(images: Tensor, prompts: list[str]) -> Tensor:
         images = F.interpolate(images, (16, 16), mode="area")
-        want = torch.stack([drawings[p] for p in prompts])  # (B, 4, 3, 16, 16)
+        want = torch.stack([drawings[p] for p in prompts])  # (B, 9, 3, 16, 16)
         return torch.exp(-16 * ((images[:, None] - want) ** 2).mean((2, 3, 4)).amin(1))
     return score
 
-
-REWARDS = {"shapes": shapes_reward}
-
+def reward_makers() -> dict:
+    """name -> function(device, folder of local weights or None) that makes the reward."""
+    import evaluate
+    return {"shapes": shapes_reward} | evaluate.SCORERS
 
 def parse_reward(spec: str) -> tuple[str, float]:
     """'name', 'name:0.8', 'module:function' or 'module:function:0.8' -> (name, weight)."""
@@ -996,45 +1129,74 @@ def parse_reward(spec: str) -> tuple[str, float]:
         weight = float(last)
     except ValueError:
         name, weight = spec, 1.0
-    if not math.isfinite(weight) or (":" not in name and name not in REWARDS):
-        raise UsageError(f"--reward {spec}: allowed are {', '.join(REWARDS)} or module:function, each with "
-                         f"an optional :weight{nearest(name, REWARDS)}")
+    known = reward_makers()
+    require(math.isfinite(weight) and (":" in name or name in known),
+            f"--reward {spec}: allowed are {', '.join(known)} or MODULE:FUNCTION, each with an "
+            f"optional :WEIGHT{nearest(name, known)}")
     return name, weight
 
-
-def load_reward(name: str, device):
-    if name in REWARDS:
-        return REWARDS[name](device)
+def load_function(flag: str, name: str):
+    """The function that a flag names as MODULE:FUNCTION; the module may lie in this folder."""
     module, _, function = name.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as e:
-        raise UsageError(f"--reward {name}: {e}") from None
+    except Exception as e:
+        raise UsageError(f"{flag} {name}: {e} ({type(e).__name__})") from None
 
+def load_rewards(cfg: Config, device) -> dict:
+    """name -> fn(images, prompts), all of --reward."""
+    folders, known, out = local_weights(cfg.reward_weights), reward_makers(), {}
+    for name, _ in map(parse_reward, cfg.reward):
+        out[name] = (known[name](device, folders.get(name)) if name in known else
+                     load_function("--reward", name))
+        require(callable(out[name]), f"--reward {name}: is not a function")
+    return out
 
+def local_weights(pairs) -> dict[str, Path]:
+    """--reward-weights NAME=FOLDER ... -> {name: folder}."""
+    folders, known = {}, reward_makers()
+    for name, _, folder in (pair.partition("=") for pair in pairs):
+        require(name in known and Path(folder).expanduser().is_dir(),
+                f"--reward-weights {name}={folder}: must be NAME=FOLDER, a folder that exists and "
+                f"one of {', '.join(known)}{nearest(name, known)}")
+        folders[name] = Path(folder).expanduser()
+    return folders
+
+def check_images(images: Tensor, prompts: list[str]) -> None:
+    """Refuse what no reward should see: a wrong shape, an empty prompt, a broken image."""
+    if images.shape[:-2] != (len(prompts), 3) or not images.is_floating_point():
+        raise RewardError(f"images are {images.dtype} {tuple(images.shape)}; must be float "
+                          f"({len(prompts)}, 3, H, W)")
+    low, high = images.flatten(1).aminmax(dim=1)  # NaN where an image holds one
+    for prompt, lo, hi in zip(prompts, low.tolist(), high.tolist(), strict=True):
+        if not prompt.strip():
+            raise RewardError(f"an empty prompt, {prompt!r}")
+        if not 0 <= lo <= hi <= 1 or hi == 0:
+            raise NumericalError(f"image of {prompt!r} spans {lo:.3g} to {hi:.3g}; must be finite, "
+                                 "within 0 to 1 and not all black")
+
+@torch.no_grad()
 def score(rewards: dict, images: Tensor, prompts: list[str]) -> Tensor:
     """All rewards of a batch of images -> (R, B) float32 on the CPU, checked."""
-    check_finite("image", images)
-    out = []
+    check_images(images, prompts)
+    out, about = [], f"for {len(prompts)} prompts, the first {prompts[0]!r}"
     for name, function in rewards.items():
         try:
             value = function(images, prompts)
         except Exception as e:
-            raise RewardError(f"reward {name} raised {type(e).__name__}: {e}") from e
-        if not (isinstance(value, Tensor) and value.shape == (len(images),) and value.is_floating_point()):
-            got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-            raise RewardError(f"reward {name} returned {got}; it must return a float tensor ({len(images)},)")
-        bad = (~torch.isfinite(value)).nonzero().flatten().tolist()
-        if bad:
-            raise NumericalError(f"reward {name} is {value[bad[0]].item()} for the prompt {prompts[bad[0]]!r}")
-        out.append(value.detach().float().cpu())
+            raise RewardError(f"reward {name} raised {type(e).__name__}: {e}, {about}") from e
+        got = (tuple(value.shape), value.dtype) if torch.is_tensor(value) else (type(value),)
+        if got[0] != (len(images),) or not value.is_floating_point():
+            raise RewardError(f"reward {name} returned {got} {about}; must be a float tensor (B,)")
+        for prompt, v in zip(prompts, value.tolist(), strict=True):
+            if not math.isfinite(v):
+                raise NumericalError(f"reward {name} is {v} for the prompt {prompt!r}")
+        out.append(value.float().cpu())
     return torch.stack(out)
 
+# ==== 10. A run: prompts, checkpoints, evaluation, one iteration ================================
 
-# ======================================================================================
-# 10. Training loop
-# ======================================================================================
 def read_prompts(path: str) -> list[str]:
     """Prompts of a .txt (one a line) or .jsonl file (key 'prompt'); blank lines are skipped."""
     try:
@@ -1043,23 +1205,33 @@ def read_prompts(path: str) -> list[str]:
         raise UsageError(f"--prompts {path}: {e}") from None
     prompts = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        if path.endswith(".jsonl"):
-            try:
-                line = json.loads(line)["prompt"]
-                line.strip()
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise UsageError(f"--prompts {path}: line {number} is not a JSON object with a text "
-                                 "under 'prompt'") from None
-        prompts.append(line.strip())
-    if not prompts:
-        raise UsageError(f"--prompts {path}: holds no prompt")
+        try:
+            if line.strip():
+                text = json.loads(line)["prompt"] if path.endswith(".jsonl") else line
+                prompts.append(text.strip())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UsageError(f"--prompts {path}: line {number} is not a JSON object with a text "
+                             "under 'prompt'") from None
+    require(all(prompts) and prompts, f"--prompts {path}: holds {'an empty' if prompts else 'no'} "
+            "prompt")
     return prompts
 
+def training_prompts(cfg: Config) -> list[str]:
+    """Prompts of the file, or the built-in ones; the tiny world knows its captions only."""
+    tiny = family(cfg.model) not in REPOSITORIES
+    prompts = read_prompts(cfg.prompts) if cfg.prompts else list(CAPTIONS if tiny else PROMPTS)
+    rewards = [parse_reward(spec)[0] for spec in cfg.reward]
+    require(len(set(rewards)) == len(rewards), f"--reward {' '.join(cfg.reward)}: each may be given "
+            "once")
+    local_weights(cfg.reward_weights)
+    strange = [p for p in prompts if p not in CAPTIONS]
+    require(not strange or not (tiny or "shapes" in rewards),
+            f"--prompts {cfg.prompts}: not in the tiny world: {strange[:1]}; allowed are: "
+            f"a {'|'.join(COLOURS)} {'|'.join(SHAPES)}")
+    return prompts
 
 def draw_prompts(cfg: Config, prompts: list[str], iteration: int) -> tuple[list[int], list[str]]:
-    """This process' prompt slots of an iteration and their prompts; each epoch is a permutation."""
+    """This process' prompt slots of an iteration and their prompts; an epoch is a permutation."""
     rank, size = world()
     slots, chosen = list(range(cfg.prompts_per_iteration))[rank::size], []
     for slot in slots:
@@ -1068,288 +1240,305 @@ def draw_prompts(cfg: Config, prompts: list[str], iteration: int) -> tuple[list[
         chosen.append(prompts[order[n]])
     return slots, chosen
 
-
 def save_atomic(state, path: Path) -> None:
-    """torch.save that leaves either the old file or the complete new one, whatever happens."""
+    """torch.save that leaves the old file or the whole new one, whatever happens."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part = path.with_name(f".{path.name}.part")
     with open(part, "wb") as f:
         torch.save(state, f)
         f.flush()
         os.fsync(f.fileno())
     os.replace(part, path)
 
+LR_SCHEDULES = {"constant": lambda t: 1.0, "linear": lambda t: 1 - t,  # t from 0 to 1
+                "cosine": lambda t: 0.5 + 0.5 * math.cos(math.pi * t)}
 
 class Run:
-    """Everything a run holds: policy, rewards, optimiser, weight average, where it is."""
+    """What a run holds: policy, rewards, optimiser, weight average, and how far it is."""
+
+    PROGRESS = ("iteration", "best", "best_iteration")
 
     def __init__(self, cfg: Config):
-        self.cfg, self.prompts = cfg, read_prompts(cfg.prompts) if cfg.prompts else list(CAPTIONS)
-        device = torch.device(cfg.device if cfg.device != "auto" else
-                              "cuda" if torch.cuda.is_available() else "cpu")
-        specs = [parse_reward(r) for r in cfg.reward]
-        self.weights = [w for _, w in specs]
-        self.rewards = {name: load_reward(name, device) for name, _ in specs}
-        self.policy = FAMILIES[family(cfg.model)][0](cfg, device)
-        self.optimizer = torch.optim.AdamW(self.policy.trainable, cfg.lr, weight_decay=cfg.weight_decay)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=cfg.dtype == "fp16")
-        self.ema = [p.detach().clone() for p in self.policy.trainable] if cfg.ema else None
+        self.cfg, self.prompts = cfg, training_prompts(cfg)
+        auto = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(auto if cfg.device == "auto" else cfg.device)
+        self.weights = torch.tensor([w for _, w in map(parse_reward, cfg.reward)])
+        self.policy = FAMILIES[family(cfg.model)][0](cfg, self.device)
+        self.rewards, self.trainable = load_rewards(cfg, self.device), self.policy.trainable
+        self.optimizer = torch.optim.AdamW(self.trainable, cfg.lr, weight_decay=cfg.weight_decay)
+        self.ema = [p.detach().clone() for p in self.trainable] if cfg.ema else []
         self.iteration, self.best, self.best_iteration = 0, -math.inf, 0
 
-    def averaged(self):
-        """Context in which the policy has the weights that are evaluated and exported."""
-        return swapped(self.policy.trainable, self.ema) if self.ema else contextlib.nullcontext()
+    def save(self) -> None:
+        if world()[0] == 0:
+            save_atomic({"weights": [p.data for p in self.trainable], "ema": self.ema,
+                         "optimizer": self.optimizer.state_dict(),
+                         "progress": {k: getattr(self, k) for k in self.PROGRESS}},
+                        self.cfg.folder / "last.pt")
 
-    def state(self) -> dict:
-        return dict(weights=[p.data for p in self.policy.trainable], ema=self.ema,
-                    optimizer=self.optimizer.state_dict(), scaler=self.scaler.state_dict(),
-                    iteration=self.iteration, best=self.best, best_iteration=self.best_iteration)
-
-    def load(self, state: dict) -> None:
-        for p, v in zip(self.policy.trainable, state["weights"], strict=True):
-            p.data.copy_(v)
-        for e, v in zip(self.ema or [], state["ema"] or [], strict=True):
-            e.copy_(v)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.iteration, self.best, self.best_iteration = (state[k] for k in ("iteration", "best", "best_iteration"))
-
-    def grow(self, iteration: int, slots: list[int], prompts: list[str]):
-        """Trees of some prompts with the rewards (R, L) and images of their leaves."""
-        cfg, policy = self.cfg, self.policy
-        steps = schedule(cfg, iteration)
-        draw = tree_noise((cfg.seed, iteration), slots, policy.shape)
-        roots = torch.arange(len(prompts)).repeat_interleave(cfg.roots)
-        tree = rollout(policy, policy.encode(prompts), roots, steps, draw, cfg.micro_batch)
-        images = self.decode(tree.leaves)
-        return tree, images, score(self.rewards, images, [prompts[p] for p in tree.prompt])
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint; UsageError if the file is not one of this configuration."""
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            for p, v in zip([*self.trainable, *self.ema], state["weights"] + state["ema"],
+                            strict=True):
+                p.data.copy_(v)
+            self.optimizer.load_state_dict(state["optimizer"])
+            vars(self).update({k: state["progress"][k] for k in self.PROGRESS})
+        except Exception as e:
+            raise UsageError(f"{path} is not a checkpoint of this run: {type(e).__name__}: "
+                             f"{str(e).splitlines()[0] if str(e) else ''}") from None
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         return torch.cat([self.policy.decode(x) for x in latents.split(self.cfg.micro_batch)])
 
+    def grow_tree(self, key: tuple, slots, prompts: list[str], steps, roots: int = 1) -> Tree:
+        """The trees of some prompts; the noise depends on key and slots only."""
+        owner = torch.arange(len(prompts)).repeat_interleave(roots)
+        return rollout(self.policy, self.policy.encode(prompts), owner, steps,
+                       tree_noise(key, slots, self.policy.shape), self.cfg.micro_batch)
+
+    def grow(self, iteration: int, slots: list[int], prompts: list[str]):
+        """The trees of a training iteration; images and rewards (R, L) of their leaves."""
+        cfg = self.cfg
+        tree = self.grow_tree((cfg.seed, iteration), slots, prompts, schedule(cfg, iteration),
+                              cfg.roots)
+        images = self.decode(tree.leaves)
+        return tree, images, score(self.rewards, images, [prompts[p] for p in tree.prompt])
+
     def sample(self, prompts: list[str], key: tuple, slots: list[int]) -> Tensor:
-        """Images of the full ODE sampler, with noise that depends on the key and the slots only."""
-        draw = tree_noise(key, slots, self.policy.shape)
-        tree = rollout(self.policy, self.policy.encode(prompts), torch.arange(len(prompts)),
-                       ode_schedule(self.cfg.steps), draw, self.cfg.micro_batch)
-        return self.decode(tree.leaves)
+        """Images of the full ODE sampler."""
+        return self.decode(self.grow_tree(key, slots, prompts,
+                                          ode_steps(range(self.cfg.steps + 1))).leaves)
+
+    def averaged(self):
+        """Context in which the policy has the weights that are evaluated and exported."""
+        return swapped(self.trainable, self.ema or [p.data for p in self.trainable])
 
     def measure(self) -> dict:
-        """Mean reward of the full ODE sampler on fixed prompts and noise; exports the best weights."""
+        """Mean reward of the full ODE sampler on fixed prompts and noise; exports the best."""
         rank, size = world()
         slots = list(range(self.cfg.eval_images))[rank::size]
         prompts = [self.prompts[n % len(self.prompts)] for n in slots]
         with self.averaged():
-            rewards = score(self.rewards, self.sample(prompts, ("evaluation",), slots), prompts)
-            mean = all_sum(torch.tensor(self.weights) @ rewards.sum(1)).item() / self.cfg.eval_images
+            rewards = together(lambda: score(
+                self.rewards, self.sample(prompts, ("evaluation",), slots), prompts))
+            mean = all_sum((self.weights @ rewards).sum()).item() / self.cfg.eval_images
             if mean > self.best:
                 self.best, self.best_iteration = mean, self.iteration
                 if rank == 0:
                     self.policy.export(self.cfg.folder / "best")
-        return dict(eval=mean, best=self.best)
+        return {"eval": mean, "best": self.best}
 
-    def write(self, log: dict) -> None:
-        if world()[0] == 0:
-            with open(self.cfg.folder / "log.jsonl", "a") as f:
-                f.write(json.dumps(dict(iteration=self.iteration) | log) + "\n")
-
-    def save(self) -> None:
-        if world()[0] == 0:
-            save_atomic(self.state(), self.cfg.folder / "last.pt")
+    def mark(self) -> dict:
+        """Clock, count of denoiser evaluations, peak memory in GiB so far."""
+        cuda = self.device.type == "cuda"
+        peak = (torch.cuda.max_memory_allocated(self.device) if cuda else
+                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        return {"seconds": time.perf_counter(), "evaluations": self.policy.evaluations,
+                "memory": peak / 2**30}
 
     def train_iteration(self) -> dict:
-        """Grow, reward, back up, update: one line of the log."""
-        cfg, clock = self.cfg, [time.perf_counter()]
+        """Grow, reward, back up, update -> what the log says of it (the README explains it)."""
+        import evaluate
+        cfg, policy, start = self.cfg, self.policy, self.mark()
         slots, prompts = draw_prompts(cfg, self.prompts, self.iteration)
-        seen = self.policy.evaluations
         tree, images, rewards = together(self.grow, self.iteration, slots, prompts)
-        clock.append(time.perf_counter())
-        sampled = self.policy.evaluations - seen
-        groups = tree.root if cfg.group == "root" else tree.prompt
-        leaf_adv = leaf_advantages(rewards, groups, self.weights)
+        grown = self.mark()
         adv = edge_advantages(tree, rewards, cfg, self.weights)
+        leaf = leaf_advantages(rewards, tree.groups(cfg.group), self.weights)
         for group in self.optimizer.param_groups:
-            group["lr"] = cfg.lr * {"constant": 1.0, "linear": 1 - self.iteration / cfg.iterations,
-                                    "cosine": 0.5 + 0.5 * math.cos(math.pi * self.iteration / cfg.iterations)
-                                    }[cfg.lr_schedule]
-        epochs = update(self.policy, tree, adv, leaf_adv, self.policy.encode(prompts), cfg,
-                        self.optimizer, self.scaler)
-        for e, p in zip(self.ema or [], self.policy.trainable):
-            e.lerp_(p.data, 1 - cfg.ema)
-        clock.append(time.perf_counter())
-        spread = group_stats(rewards[0], groups)[1]
-        log = dict(reward=(torch.tensor(self.weights) @ rewards).mean().item(), window=tree.levels[0].step.i,
-                   zero_std_frac=(spread < MIN_SPREAD).float().mean().item(), reward_std=spread.mean().item(),
-                   lr=self.optimizer.param_groups[0]["lr"], seconds_sample=clock[1] - clock[0],
-                   seconds_update=clock[2] - clock[1], evaluations_sample=sampled,
-                   evaluations_train=self.policy.evaluations - seen - sampled,
-                   rho_start=epochs[0]["ratio_max"])
-        for n, e in enumerate(epochs):
-            log |= {f"{k}/{n}": v for k, v in e.items()}
+            group["lr"] = cfg.lr * LR_SCHEDULES[cfg.lr_schedule](self.iteration / cfg.iterations)
+        epochs = update(policy, tree, adv, leaf, policy.encode(prompts), cfg, self.optimizer)
+        for average, p in zip(self.ema, self.trainable, strict=False):
+            average.lerp_(p.data, 1 - cfg.ema)
+        log = {"window": tree.levels[0].step.i, "lr": group["lr"]}
+        log |= evaluate.rollout_log(tree, images, rewards, self.weights, list(self.rewards))
+        log |= {f"{k}/{n}": v for n, epoch in enumerate(epochs) for k, v in epoch.items()}
+        for phase, a, b in (("sample", start, grown), ("update", grown, self.mark())):
+            log |= {f"{k}_{phase}": b[k] - a[k] * (k != "memory") for k in b}
         return log
 
+# ==== 11. Training loop =========================================================================
 
 def open_folder(cfg: Config):
     """Create and lock the run folder; the lock ends with the process, however it ends."""
     folder = cfg.folder
-    if not cfg.resume and not cfg.overwrite and (folder / "config.json").exists():
-        raise UsageError(f"{folder} holds a run: continue it with --resume {folder}, "
-                         "replace it with --overwrite, or choose another --out")
+    require(cfg.resume or cfg.overwrite or not (folder / "config.json").exists(),
+            f"--out {folder}: holds a run; go on with --resume {folder}, replace it with "
+            "--overwrite, or name another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "w")
+        lock = open(folder / ".lock", "w")  # noqa: SIM115
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UsageError(f"{folder} is in use by another run") from None
+        raise UsageError(f"--out {folder}: another run is writing there") from None
     except OSError as e:
         raise UsageError(f"--out {folder}: {e}") from None
     return lock
 
-
-def cut_log(path: Path, iteration: int) -> None:
-    """Drop what the log says of iterations after the checkpoint; they are run again."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    keep = [line for line in lines if line.endswith("}\n") and json.loads(line)["iteration"] <= iteration]
-    path.write_text("".join(keep))
-
+def start_files(run: Run) -> None:
+    """Write config.json, and cut the log back to where the run starts or goes on."""
+    folder, log = run.cfg.folder, run.cfg.folder / "log.jsonl"
+    config = dataclasses.asdict(run.cfg) | {"resume": "", "overwrite": False}
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    lines = log.read_text().splitlines() if run.cfg.resume and log.exists() else []
+    keep = [x for x in lines if x.endswith("}") and json.loads(x)["iteration"] <= run.iteration]
+    log.write_text("".join(x + "\n" for x in keep))
 
 def train(cfg: Config) -> Run:
     """Train from `cfg`, or continue `cfg.resume`; all it writes lies in `cfg.folder`."""
-    leader = world()[0] == 0
-    lock = open_folder(cfg) if leader else None
-    run = Run(cfg)
-    if cfg.resume:
-        run.load(torch.load(cfg.folder / "last.pt", map_location="cpu", weights_only=True))
-    if leader:
-        print(plan(cfg, math.prod(run.policy.shape)), flush=True)
-        text = json.dumps(dataclasses.asdict(cfg) | dict(resume="", overwrite=False), indent=1)
-        (cfg.folder / "config.json").write_text(text + "\n")
-        cut_log(cfg.folder / "log.jsonl", run.iteration if cfg.resume else -1)
-    stop = []
-    handlers = {s: signal.signal(s, lambda *_: stop.append(1) if not stop else os._exit(130))
-                for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        loop(run, stop)
-    finally:
-        for s, handler in handlers.items():
-            signal.signal(s, handler)
-    if leader and not stop:
-        import evaluate
+    import evaluate
+    leader, stop = world()[0] == 0, []
+    lock = open_folder(cfg) if leader else contextlib.nullcontext()
+    with lock:
+        run = Run(cfg)
+        if cfg.resume:
+            run.load(cfg.folder / "last.pt")
+        if leader:
+            print(evaluate.plan(cfg, math.prod(run.policy.shape)), flush=True)
+            start_files(run)
 
-        evaluate.draw_run(run)
-    del lock
-    return run
-
-
-def loop(run: Run, stop: list) -> None:
-    """Iterate until the end or a signal; a second signal ends the process at once."""
-    from tqdm import tqdm
-
-    cfg, leader, failed = run.cfg, world()[0] == 0, 0
-    if run.iteration == 0:
-        run.write(run.measure())
-    bar = tqdm(total=cfg.iterations, initial=run.iteration, disable=not leader, unit="it")
-    while run.iteration < cfg.iterations and not all_sum(torch.tensor(len(stop))):
+        def handler(*_):  # the first signal stops after this iteration, the second at once
+            os._exit(130) if stop else stop.append(True)
+        old = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
-            log, failed = run.train_iteration(), 0
-        except NumericalError as e:
-            log, failed = dict(skipped=f"{e} (iteration {run.iteration}, seed {cfg.seed})"), failed + 1
-            bar.write(f"update skipped: {log['skipped']}", file=sys.stderr)
-        except RewardError:
+            loop(run, stop)
+        except RewardError:  # raised before the update: the state is that of the last iteration
             run.save()
             raise
+        finally:
+            for s, previous in old.items():
+                signal.signal(s, previous)
+        if leader and not stop:
+            evaluate.draw_run(run)
+    return run
+
+def loop(run: Run, stop: list) -> None:
+    """Iterate until the end, a signal, or three failures in a row."""
+    from tqdm import tqdm
+    cfg, failed, leader = run.cfg, 0, world()[0] == 0
+    track = load_function("--track", cfg.track) if cfg.track and leader else None
+
+    def write(log: dict) -> None:
+        if leader:
+            with open(cfg.folder / "log.jsonl", "a") as f:
+                f.write(json.dumps({"iteration": run.iteration} | log) + "\n")
+            if track:
+                track({"iteration": run.iteration} | log)
+    if run.iteration == 0:
+        write(run.measure())
+    bar = tqdm(total=cfg.iterations, initial=run.iteration, disable=not leader, unit="it")
+
+    def attempt(function) -> dict:
+        try:
+            return function()
+        except NumericalError as e:
+            message = f"{e} (iteration {run.iteration}, seed {cfg.seed})"
+            bar.write(f"skipped: {message}", file=sys.stderr)
+            return {"skipped": message}
+    while run.iteration < cfg.iterations and not all_sum(torch.tensor(len(stop))):
+        log = attempt(run.train_iteration)
+        failed = failed + 1 if "skipped" in log else 0
         run.iteration += 1
         last = run.iteration == cfg.iterations or failed == 3
         if last or run.iteration % cfg.eval_every == 0:
-            log |= run.measure()
-        run.write(log)
-        if last or run.iteration % cfg.save_every == 0:
+            log |= attempt(run.measure)
+        write(log)
+        if last or stop or run.iteration % cfg.save_every == 0:
             run.save()
         if failed == 3:
-            raise NumericalError(f"3 iterations in a row failed, the last: {log['skipped']}; state saved")
+            raise NumericalError(f"three iterations in a row failed, the last: {log['skipped']}")
         bar.set_postfix_str(" ".join(f"{n} {log[k]:.3g}" for n, k in BAR.items() if k in log))
         bar.update()
     bar.close()
-    run.save()
 
+BAR = {"reward": "reward", "best eval": "best", "|rho-1|": "ratio_max/0", "clip": "clip_high/0"}
 
-BAR = {"reward": "reward", "eval": "eval", "|rho-1|": "rho_start", "clipped": "clip_high/0"}
+# ==== 12. Command line ==========================================================================
 
-
-# ======================================================================================
-# 11. Command line
-# ======================================================================================
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UsageError(message)
 
-
 def parse(argv: list[str] | None) -> Config:
-    """Flags -> Config. Precedence: flag, else the run being resumed, else model, preset, default."""
+    """Flags -> Config. A flag beats the resumed run, the model, the preset and the default."""
     parser = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
                     argument_default=argparse.SUPPRESS)
     for f in dataclasses.fields(Config):
-        many, name = isinstance(f.default, tuple), "--" + f.name.replace("_", "-")
+        name, many = "--" + f.name.replace("_", "-"), isinstance(f.default, tuple)
         if isinstance(f.default, bool):
-            parser.add_argument(name, action=argparse.BooleanOptionalAction, help=f.metadata["help"])
+            how = {"action": argparse.BooleanOptionalAction, "help": f.metadata["help"]}
         else:
             shown = " ".join(map(str, f.default)) if many else f.default
-            parser.add_argument(name, type=type(f.default[0] if many else f.default), metavar="X",
-                                nargs="+" if many else None, help=f"{f.metadata['help']} [{shown}]")
-    try:
-        given, unknown = parser.parse_known_args(argv)
-    except argparse.ArgumentError as e:
-        raise UsageError(str(e)) from None
-    if unknown:
-        raise UsageError(f"unknown flag {unknown[0]}{nearest(unknown[0], parser._option_string_actions)}")
+            how = {"type": type([*f.default, ""][0] if many else f.default), "metavar": "X",
+                   "nargs": "+" if many else None, "help": f"{f.metadata['help']} [{shown}]"}
+        parser.add_argument(name, **how)
+    given, unknown = parser.parse_known_args(argv)
+    require(not unknown, f"unknown flag {unknown[:1]}"
+            f"{nearest(''.join(unknown[:1]), parser._option_string_actions)}; --help lists all")
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
     cfg = resume_config(given) if "resume" in given else resolve(given)
     check_config(cfg)
     return cfg
 
-
 def resolve(given: dict) -> Config:
     """Fill in what the flags leave open: from the preset, then from the model."""
-    method, model = given.get("method", Config.method), given.get("model", Config.model)
-    if method not in PRESETS:
-        raise UsageError(f"--method {method}: allowed are {', '.join(PRESETS)}{nearest(method, PRESETS)}")
-    return Config(**{**PRESETS[method], **FAMILIES[family(model)][1], **given})
+    method = given.get("method", "treegrpo")
+    require(method in PRESETS, f"--method {method}: allowed are {', '.join(PRESETS)}"
+            f"{nearest(method, PRESETS)}")
+    model = given.get("model", "tiny")
+    if model == "runwayml/stable-diffusion-v1-5":
+        print(f"treegrpo: {model} has left the hub; using sd15", file=sys.stderr)
+        given["model"] = model = "sd15"
+    extra, growth = {}, {**PRESETS[method], **given}.get("noise_growth", 0.0)
+    if is_ddim(model):  # eta 1 is DDPM; with growth it is reached at the window's end
+        extra["noise_level"] = 1 / (1 + max(growth, 0.0))
+    if given.get("full") and family(model) in REPOSITORIES:
+        extra["lr"] = FULL_LR
+    return Config(**{**PRESETS[method], **FAMILIES[family(model)][1], **extra, **given})
 
+MAY_CHANGE = ("iterations", "reward_weights", "device", "micro_batch", "eval_every", "save_every",
+              "track", "plan")
 
-MAY_CHANGE = {"resume", "iterations", "device", "micro_batch", "eval_every", "save_every", "track", "plan"}
-
-
-def resume_config(given: dict) -> Config:
-    """The configuration of a run folder, with the few flags that may differ when it goes on."""
-    folder = Path(given["resume"])
+def read_config(folder: Path) -> Config:
+    """The configuration of a run folder."""
     try:
         old = json.loads((folder / "config.json").read_text())
-        old = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in old.items()})
+        return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in old.items()})
     except (OSError, ValueError, TypeError) as e:
-        raise UsageError(f"--resume {folder}: no configuration of a run there ({e})") from None
-    for k in given.keys() - MAY_CHANGE:
-        if given[k] != getattr(old, k):
-            raise UsageError(f"--{k.replace('_', '-')} {given[k]}: a resumed run keeps its {getattr(old, k)}; "
-                             f"it may change {', '.join(sorted(MAY_CHANGE))}")
-    return dataclasses.replace(old, out=str(folder), **{k: given[k] for k in given.keys() & MAY_CHANGE})
+        raise UsageError(f"{folder}: no configuration of a run there ({e})") from None
 
+def resume_config(given: dict) -> Config:
+    """The configuration of the run to resume, with the few flags that may change."""
+    folder = Path(given.pop("resume"))
+    old = read_config(folder)
+    for k, v in given.items():
+        require(k in MAY_CHANGE or v == getattr(old, k), f"--{k.replace('_', '-')} {v}: the run "
+                f"has {getattr(old, k)}; only {', '.join(MAY_CHANGE)} may change")
+    return dataclasses.replace(old, **given, resume=str(folder), out=str(folder))
 
 def main(argv: list[str] | None = None) -> int:
     try:
         cfg = parse(argv)
         if cfg.plan:
-            print(plan(cfg))
-        else:
-            train(cfg)
+            import evaluate
+            print(evaluate.plan(cfg))
+            return 0
+        if "LOCAL_RANK" in os.environ and not torch.distributed.is_initialized():
+            torch.distributed.init_process_group()
+        train(cfg)
         return 0
-    except UsageError as e:
+    except (UsageError, RewardError, NumericalError) as e:
         print(f"treegrpo: {e}", file=sys.stderr)
-        return 2
-    except (RewardError, NumericalError) as e:
-        print(f"treegrpo: {e}", file=sys.stderr)
+        return 2 if isinstance(e, UsageError) else 1
+    except torch.OutOfMemoryError:
+        print(f"treegrpo: out of GPU memory; in this order: --micro-batch below {cfg.micro_batch}, "
+              "--grad-checkpointing, --dtype bf16, a smaller --resolution", file=sys.stderr)
         return 1
-
+    except KeyboardInterrupt:
+        return 130
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(importlib.import_module("treegrpo").main())  # one module for evaluate.py and for us
