@@ -1,21 +1,39 @@
-"""Looking at results."""
+#!/usr/bin/env python
+"""Look at the runs of treegrpo.py: pictures, samples, and measurements with intervals.
+
+    python evaluate.py draw RUN                    # curve.png, grid.png, tree.png: as in training
+    python evaluate.py sample RUN "a red circle"   # images from the best weights
+    python evaluate.py score RUN [RUN ...]         # paired comparison of runs with their base model
+
+Images come from the deterministic (ODE) sampler, trees from the rollout that trains. `score` gives
+the base and every run the same prompts and noise, so that differences are paired; it keeps images
+as 8-bit PNGs, a strip per prompt, in RUN/eval-HASH (of the base in base-HASH beside the runs) and
+reads them again next time. HASH covers model, weights, sampler, seed and images per prompt.
+"""
 
 from __future__ import annotations
 
+import argparse
+import csv
 import dataclasses
 import functools
+import hashlib
 import html
+import importlib
 import io
+import json
 import math
+import os
+import sys
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import treegrpo as T
 
-
+# ==== What treegrpo.py says of a run ============================================================
 def plan(cfg, dims: int | None = None) -> str:
     """What an iteration does and costs, beside flat GRPO with as many leaves."""
     starts = [cfg.window_start] if cfg.window_mode == "fixed" else range(cfg.steps - cfg.window)
@@ -38,12 +56,10 @@ def plan(cfg, dims: int | None = None) -> str:
                  + (f" to {hi / dims**0.5:.2e}" if hi > lo else "") + f" (D = {dims:,})")
     return text
 
-
 def diversity(images, groups) -> float:
     """Root mean squared pixel difference between two images of a group, mean over groups."""
     pairs = [2 * images[groups == g].flatten(1).var(0).mean() for g in groups.unique()]
     return torch.stack(pairs).sqrt().mean().item()
-
 
 def rollout_log(tree, images, rewards, weights, names) -> dict:
     """Statistics of a training rollout; rewards (R, L)."""
@@ -61,10 +77,258 @@ def rollout_log(tree, images, rewards, weights, names) -> dict:
         log |= {f"reward/{name}": r.mean().item() for name, r in zip(names, rewards, strict=True)}
     return log
 
+# ==== 1. Runs ===================================================================================
+def load_run(folder, weights: str = "best", rewards: bool = False) -> T.Run:
+    """A run with its best, last or base weights; with its prompts and rewards only on request."""
+    cfg = run_config(folder)
+    run = T.Run(cfg if rewards else dataclasses.replace(cfg, reward=(), prompts=""))
+    if weights == "last":
+        run.load(cfg.folder / "last.pt")
+        return run
+    run.ema = []  # best weights are averages already
+    try:
+        if weights == "best":
+            run.policy.restore(cfg.folder / "best")
+    except OSError as e:
+        raise T.UsageError(f"{folder}: no best weights there ({e})") from None
+    return run
+
+def run_config(folder) -> T.Config:
+    return dataclasses.replace(T.read_config(Path(folder)), out=str(folder), device="auto")
+
+def is_tiny(cfg: T.Config) -> bool:
+    return T.family(cfg.model) not in T.REPOSITORIES
+
+def check_prompts(cfg: T.Config, prompts: list[str]) -> None:
+    """Refuse what the tiny world cannot draw."""
+    for p in prompts if is_tiny(cfg) else []:
+        T.require(p in T.CAPTIONS, f"prompt {p!r}: {cfg.model} knows only a {'|'.join(T.COLOURS)} "
+                  f"{'|'.join(T.SHAPES)}{T.nearest(p, T.CAPTIONS)}")
+
+# ==== 2. Pictures ===============================================================================
+MAX_LEAVES, MAX_CHAINS = 81, 12  # most leaves drawn of a tree, and of unbranched chains
+THUMBNAIL = 128  # pixels; larger images are reduced before they are drawn
+
+def thumbnails(images: Tensor) -> Tensor:
+    """Images (N, 3, H, W) on the CPU, small enough for a figure."""
+    large = images.shape[-1] > THUMBNAIL
+    return (F.interpolate(images, (THUMBNAIL, THUMBNAIL), mode="area") if large else images).cpu()
+
+def tiles(images: Tensor, gap: int) -> Tensor:
+    """Images (R, C, 3, H, W) -> one (3, R (H + gap), C (W + gap)), white between them."""
+    padded = F.pad(images, (0, gap, 0, gap), value=1.0)
+    return torch.cat([torch.cat(list(row), 2) for row in padded], 1)
+
+def short(text: str, length: int) -> str:
+    return text if len(text) <= length else text[:length - 1] + "…"
+
+def save_png(image: Tensor, path: Path) -> None:
+    """Write (3, H, W) in [0, 1]; the file is complete or absent."""
+    from PIL import Image
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    Image.fromarray((image * 255).round().byte().permute(1, 2, 0).cpu().numpy()).save(part, "png")
+    os.replace(part, path)
 
 def draw_run(run) -> None:
-    pass
+    """Write curve.png, grid.png and tree.png into the run's folder."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return print("no pictures: matplotlib is not installed (pip install matplotlib)")
+    for name, draw in (("curve", draw_curve), ("grid", draw_before_after), ("tree", draw_tree)):
+        draw(run, run.cfg.folder / f"{name}.png")
+    print(f"pictures: {run.cfg.folder}/ curve.png grid.png tree.png")
 
+def draw_curve(run, path: Path) -> None:
+    """Training reward and ODE evaluation over iterations, from log.jsonl."""
+    from matplotlib.figure import Figure
+
+    cfg = run.cfg
+    log = [json.loads(line) for line in (cfg.folder / "log.jsonl").read_text().splitlines()]
+    reward = {r["iteration"]: r["reward"] for r in log if "reward" in r}
+    values = {r["iteration"]: r["eval"] for r in log if "eval" in r}
+    y, base, best = list(reward.values()), next(iter(values.values())), max(values, key=values.get)
+    smooth = [sum(w) / len(w) for w in (y[max(0, n - 4):n + 5] for n in range(len(y)))]
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    ax = figure.subplots()
+    ax.plot(list(reward), y, "C1.", alpha=0.35, label="training reward (rollout)")
+    ax.plot(list(reward), smooth, "C1", label="the same, mean of 9 iterations")
+    ax.plot(list(values), list(values.values()), "C0o-", ms=4,
+            label="evaluation (ODE, fixed prompts and noise)")
+    ax.axhline(base, color="grey", ls="--", lw=1, label=f"base model: {base:.3f}")
+    ax.plot(best, values[best], "C0*", ms=16, mec="white",
+            label=f"best: {values[best]:.3f} ({values[best] - base:+.3f}) at iteration {best}")
+    ax.set(xlabel="iteration", ylabel=f"reward: {' + '.join(cfg.reward)}",
+           title=f"{cfg.method} on {cfg.model}")
+    ax.grid(alpha=0.25)
+    ax.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    figure.savefig(path, dpi=110)
+
+def draw_blocks(path: Path, title: str, captions: list[str], blocks: dict[str, Tensor]) -> None:
+    """Named blocks of images (R, C, 3, H, W) side by side, a row per caption."""
+    from matplotlib.figure import Figure
+
+    rows, cols, _, side, _ = next(iter(blocks.values())).shape
+    gap, size = max(1, side // 12), (2 + 0.75 * cols * len(blocks), 1 + 0.75 * rows)
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    axes = figure.subplots(1, len(blocks), squeeze=False)[0]
+    for ax, (name, images) in zip(axes, blocks.items(), strict=True):
+        ax.imshow(tiles(images, gap).permute(1, 2, 0).numpy(), interpolation="nearest")
+        ax.set_title(name, fontsize=10)
+        ax.set(xticks=[], yticks=[])
+        ax.spines[:].set_visible(False)
+    middle = [r * (side + gap) + side / 2 for r in range(rows)]
+    axes[0].set_yticks(middle, [short(c, 28) for c in captions])
+    axes[0].tick_params(length=0)
+    figure.savefig(path, dpi=110)
+
+def draw_before_after(run, path: Path) -> None:
+    """The base model and the trained one from the same noise."""
+    cols, count = 6 if is_tiny(run.cfg) else 3, min(8, len(run.prompts))
+    numbers = sorted(T.stream("grid").sample(range(len(run.prompts)), count))
+    chosen = [run.prompts[n] for n in numbers]
+    prompts, blocks = [p for p in chosen for _ in range(cols)], {}
+    for name, weights in (("before", run.policy.reference()),
+                          (f"after {run.iteration} iterations", run.averaged())):
+        with weights:
+            images = run.sample(prompts, ("grid",), list(range(len(prompts))))
+        mean = (run.weights @ T.score(run.rewards, images, prompts)).mean()
+        blocks[f"{name}: mean reward {mean:.2f}"] = thumbnails(images).unflatten(0, (count, cols))
+    title = f"{run.cfg.method} on {run.cfg.model}: eval (ODE), same noise left and right"
+    draw_blocks(path, title, chosen, blocks)
+
+def siblings(level) -> int:
+    """Most children that a node of the level has."""
+    return int(level.parent.bincount().max())
+
+def tree_rows(tree) -> list[dict[int, float]]:
+    """Horizontal places {node: x} per level, leaves last; no edges cross. Large trees are cut."""
+    branching = any(siblings(level) > 1 for level in tree.levels)
+    order = sorted(range(len(tree.leaves)), key=lambda n: (int(tree.root[n]), *tree.path(n)))
+    order = order[:MAX_LEAVES if branching else MAX_CHAINS]
+    parent, x, rows = tree.levels[-1].parent, 0.0, [{}]
+    for before, leaf in zip(order[:1] + order, order, strict=False):
+        x += 1.5 if branching and parent[before] != parent[leaf] else 1.0
+        rows[0][leaf] = x
+    for level in reversed(tree.levels):
+        above = {}
+        for edge, x in rows[0].items():
+            above.setdefault(int(level.parent[edge]), []).append(x)
+        rows.insert(0, {n: sum(xs) / len(xs) for n, xs in above.items()})
+    return rows
+
+def tree_boxes(tree) -> list[dict[int, tuple[float, float, float]]]:
+    """Centre and half side {node: (x, y, half)} of pictures, per row; unit: a leaf's width."""
+    rows, boxes, y, above = tree_rows(tree), [], 0.0, 0.0
+    width = max(rows[-1].values())
+    for level, row in zip([None, *tree.levels], rows, strict=True):
+        xs = sorted(row.values())
+        gap = min((b - a for a, b in zip(xs, xs[1:], strict=False)), default=math.inf)
+        half = min(0.46 * gap, max(0.6, 0.036 * width))
+        space = max(1.0, 0.055 * width) if level and siblings(level) > 1 else 0.5
+        y -= above + space + half if level else 0.0
+        boxes.append({n: (x, y, half) for n, x in row.items()})
+        above = half
+    return boxes
+
+def draw_tree(run, path: Path) -> None:
+    """The tree that the next iteration would train, its edges coloured by advantage."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import CenteredNorm
+    from matplotlib.figure import Figure
+
+    slots, prompts = T.draw_prompts(run.cfg, run.prompts, run.iteration)
+    tree, images, rewards = run.grow(run.iteration, slots[:1], prompts[:1])
+    adv, boxes = T.edge_advantages(tree, rewards, run.cfg, run.weights), tree_boxes(tree)
+    (right, foot, half), top = list(boxes[-1].values())[-1], next(iter(boxes[0].values()))[2]
+    unit = min(max(0.4, 6 / right), 30 / right)  # inches
+    left, width, height = 0.3 - 1.35 / unit, right + 1, 3.4 * top - foot + half + 1.2
+    figure = Figure((unit * (width - left) + 1.2, unit * height + 0.7), layout="constrained")
+    ax, largest = figure.subplots(), max(a.abs().max().item() for a in adv) or 1.0
+    colours = ScalarMappable(CenteredNorm(0, largest), "coolwarm_r")
+    for d, row in enumerate(boxes):
+        paint_row(ax, row, row_pictures(run, tree, images, d, list(row)),
+                  (tree.levels[d - 1], adv[d - 1], boxes[d - 1]) if d else None, colours)
+    paint_prefix(ax, run, tree, slots[0], boxes[0])
+    label_rows(ax, tree, run.weights @ rewards, boxes, left)
+    ax.set(xlim=(left, width), ylim=(3.4 * top - height, 3.4 * top), aspect="equal")
+    ax.axis("off")
+    bar = figure.colorbar(colours, ax=ax, shrink=0.7, aspect=30, pad=0.01)
+    bar.set_label("advantage of an edge\n(blue: made likelier)")
+    figure.suptitle(tree_title(run, tree, prompts[0], len(boxes[-1])), fontsize=12)
+    figure.savefig(path, dpi=150)
+
+def tree_title(run, tree, prompt: str, drawn: int) -> str:
+    cfg, first, last, leaves = run.cfg, tree.levels[0].step, tree.levels[-1].step, len(tree.leaves)
+    return (f"“{short(prompt, 90)}”: rollout of {cfg.method} on {cfg.model}, iteration "
+            f"{run.iteration}\nwindow: steps {first.i + 1}–{last.j} of {cfg.steps}; "
+            f"{f'first {drawn} of {leaves}' if drawn < leaves else leaves} leaves; "
+            f"reward: {' + '.join(cfg.reward)}")
+
+def row_pictures(run, tree, images: Tensor, d: int, nodes: list[int]) -> Tensor:
+    """Predicted clean images at the nodes of level d; after the last level the final images."""
+    if d == len(tree.levels):
+        return thumbnails(images[nodes])
+    level = tree.levels[d]
+    clean = run.policy.denoised(level.x[nodes], level.pred[nodes], level.step.i)
+    return thumbnails(run.decode(clean))
+
+def framed(ax, picture: Tensor, x: float, y: float, half: float, colour) -> None:
+    from matplotlib.patches import Rectangle
+
+    box = (x - half, x + half, y - half, y + half)
+    ax.imshow(picture.permute(1, 2, 0).numpy(), extent=box, interpolation="nearest", zorder=2)
+    ax.add_patch(Rectangle(box[::2], 2 * half, 2 * half, fill=False, ec=colour, lw=2, zorder=3))
+
+def paint_row(ax, row, pictures, above, colours) -> None:
+    """A row's pictures, and the edges to them from the row above: (level, advantages, boxes)."""
+    for (n, (x, y, half)), picture in zip(row.items(), pictures, strict=True):
+        if not above:
+            framed(ax, picture, x, y, half, "black")
+            continue
+        level, adv, boxes = above
+        a, (x0, y0, half0) = adv[n].item(), boxes[int(level.parent[n])]
+        colour, y0, y1 = colours.to_rgba(a), y0 - half0, y + half
+        framed(ax, picture, x, y, half, colour)
+        ax.plot([x0, x], [y0, y1], color=colour, lw=1.2 + 3 * abs(a) / colours.norm.vmax, zorder=1)
+        if len(row) <= MAX_CHAINS and siblings(level) > 1:
+            ax.text((x0 + x) / 2, (y0 + y1) / 2, f"{a:+.2f}", fontsize=8, ha="center", va="center",
+                    bbox={"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none"}, zorder=4)
+
+def paint_prefix(ax, run, tree, slot: int, row) -> None:
+    """The initial noise above each root, and the ODE steps that all its descendants share."""
+    steps, count = tree.levels[0].step.i, int(tree.root.max()) + 1
+    draw = T.tree_noise((run.cfg.seed, run.iteration), [slot], run.policy.shape)
+    noise = thumbnails(run.decode(draw(0, torch.zeros(count, dtype=torch.long))))
+    for root, (x, _, half) in row.items():
+        ax.plot([x, x], [half, 2 * half], color="black", lw=1.5, zorder=1)
+        framed(ax, noise[root], x, 2.6 * half, 0.6 * half, "black")
+    text = f"{steps} ODE step{'s' * (steps > 1)}, shared" if steps else ""
+    ax.text(x + 0.2, 1.5 * half, text, fontsize=9, va="center")
+
+def label_rows(ax, tree, total: Tensor, boxes, left: float) -> None:
+    """At the left what each row shows; rewards below the leaves, the best in bold."""
+    at = {"x": left, "fontsize": 9, "va": "center"}
+    ys, halves = zip(*[next(iter(row.values()))[1:] for row in boxes], strict=True)
+    ax.text(y=2.6 * halves[0], s="initial noise", **at)
+    for d, level in enumerate(tree.levels):
+        k, step = siblings(level), level.step.i
+        if k > 1:
+            ax.text(y=(ys[d] - halves[d] + ys[d + 1] + halves[d + 1]) / 2, color="grey",
+                    s=f"SDE step {step + 1}:\n{k} children each", **at)
+        if d == 0 or k > 1 or len(tree.levels) < 5:
+            ax.text(y=ys[d], s="predicted image" + f"\nafter step {step}" * (step > 0), **at)
+    ax.text(y=ys[-1], s="final images", **at)
+    foot = ys[-1] - halves[-1] - 0.2
+    ax.text(y=foot - 0.3, s="reward", **at)
+    for leaf, (x, _, _) in boxes[-1].items():
+        ax.text(x, foot, f"{total[leaf]:.2f}", fontsize=9, ha="center", va="top",
+                rotation=90 * (len(boxes[-1]) > 40),
+                weight="bold" if total[leaf] == total.max() else "normal")
 
 # ==== Scorers: rewards of `treegrpo.py --reward` and metrics of `score` =========================
 CLIP_L, CLIP_H = "openai/clip-vit-large-patch14", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -195,7 +459,6 @@ def aesthetic_metric(device, folder: Path | None = None):
         return mlp(F.normalize(x))[:, 0]
     return score
 
-
 def imagereward_metric(device, folder: Path | None = None):
     """ImageReward v1.0 (arXiv 2304.05977), through its own package, one image at a time."""
     try:
@@ -228,7 +491,6 @@ def scorer(make, name: str, device, folder: Path | None = None):
                       f"merges.txt) of {words}, from the hub or --reward-weights {name}=FOLDER")
         raise T.UsageError(error) from None
 
-
 SCORERS = {"jpeg": functools.partial(jpeg_reward, -1),  # compressible
            "incompressible": functools.partial(jpeg_reward, 1),
            "hpsv2": functools.partial(clip_reward, "hpsv2"),
@@ -236,3 +498,346 @@ SCORERS = {"jpeg": functools.partial(jpeg_reward, -1),  # compressible
            "pickscore": functools.partial(clip_reward, "pickscore"),
            "aesthetic": aesthetic_metric, "imagereward": imagereward_metric}
 SCORERS = {name: functools.partial(scorer, make, name) for name, make in SCORERS.items()}
+
+# ==== 3. Measures: fn(images (B, 3, H, W) in [0, 1], prompts) -> (B,), as rewards are ===========
+INK = 0.55  # the tiny world's paper is 0.97 in every channel; each of its inks is below 0.27 in one
+CLEAN = 0.1  # a background pixel is clean within this of the paper
+
+def tiny_pixels(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Images in the tiny world's 16 x 16 pixels, and where there is ink (B, 16, 16)."""
+    images = F.interpolate(images, (16, 16), mode="area")
+    return images, images.amin(1) < INK
+
+def hue(rgb: Tensor) -> Tensor:
+    """Angle around the grey axis, (..., 3) -> (...)."""
+    r, g, b = rgb.unbind(-1)
+    return torch.atan2(3**0.5 * (g - b), 2 * r - g - b)
+
+def right_colour(images: Tensor, prompts: list[str]) -> Tensor:
+    """1 where the hue of the mean ink is nearest to that of the caption's colour."""
+    images, ink = tiny_pixels(images)
+    mean = (images * ink[:, None]).sum((2, 3))  # the hue of a sum is that of the mean
+    palette = hue(torch.tensor(list(T.COLOURS.values()), device=images.device))
+    nearest, names = (hue(mean)[:, None] - palette).cos().argmax(1).tolist(), list(T.COLOURS)
+    right = torch.tensor([names[n] == p.split()[1] for n, p in zip(nearest, prompts, strict=True)])
+    return (right.to(ink.device) & ink.any((1, 2))).float()
+
+def match(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Shape and place whose outline best correlates with the ink of any colour; -1: no ink."""
+    def centred(ink):
+        ink = ink.flatten(1).float()
+        return F.normalize(ink - ink.mean(1, keepdim=True))
+
+    colour = next(iter(T.COLOURS))
+    outlines = torch.cat([tiny_pixels(T.draw_caption(f"a {colour} {s}"))[1] for s in T.SHAPES])
+    value, best = (centred(tiny_pixels(images)[1]) @ centred(outlines).T.to(images.device)).max(1)
+    return torch.where(value > 0, best // len(T.PLACES), -1), best % len(T.PLACES)
+
+def right_shape(images: Tensor, prompts: list[str]) -> Tensor:
+    """1 where the best matching outline is that of the caption's shape."""
+    want = torch.tensor([T.SHAPES.index(p.split()[2]) for p in prompts])
+    return (match(images)[0] == want.to(images.device)).float()
+
+def clean_background(images: Tensor, prompts: list[str]) -> Tensor:
+    """Share of the pixels that do not touch ink which have the paper's colour."""
+    images, ink = tiny_pixels(images)
+    far = F.max_pool2d(ink[:, None].float(), 3, 1, 1)[:, 0] == 0
+    paper = ((images - 0.97).abs() < CLEAN).all(1)
+    return (paper & far).sum((1, 2)) / far.sum((1, 2)).clamp(min=1)
+
+def saturation(images: Tensor, prompts: list[str]) -> Tensor:
+    """Largest minus smallest channel, mean over pixels."""
+    return (images.amax(1) - images.amin(1)).mean((1, 2))
+
+def sharpness(images: Tensor, prompts: list[str]) -> Tensor:
+    """Mean absolute difference of vertical plus horizontal neighbours."""
+    return images.diff(dim=2).abs().mean((1, 2, 3)) + images.diff(dim=3).abs().mean((1, 2, 3))
+
+def prompt_diversity(images: Tensor) -> Tensor:
+    """RMS difference between two images of a prompt, in the space of 32 x 32 RGB thumbnails."""
+    small = F.interpolate(images, (32, 32), mode="area") if images.shape[-1] > 32 else images
+    return torch.tensor(diversity(small, torch.zeros(len(images), dtype=torch.long)))
+
+def spread(images: Tensor) -> Tensor:
+    """Entropy of the places that a prompt's shapes are at, in units of its maximum."""
+    shape, place = match(images)
+    share = place[shape >= 0].bincount(minlength=len(T.PLACES)) / (shape >= 0).sum().clamp(min=1)
+    return torch.special.entr(share).sum() / math.log(len(T.PLACES))
+
+METRICS = {  # fn(device, folder) -> measure, besides the rewards
+    "colour": lambda device, folder=None: right_colour,
+    "shape": lambda device, folder=None: right_shape,
+    "clean": lambda device, folder=None: clean_background,
+}
+TINY_METRICS, REAL_METRICS = ["shapes", "colour", "shape", "clean"], ["hpsv2", "clip"]
+DRIFT = {"saturation": saturation, "sharpness": sharpness}
+FALL = 0.02  # relative; a metric that was not trained for and surely falls by more raises an alarm
+ALARMS = {  # change relative to the base outside of which a reward may be gamed: least, most, why
+    "saturation": (-0.25, 0.25, "preference models like strong colour and contrast"),
+    "sharpness": (-0.25, 0.25, "texture, grids and noise raise it; blur lowers it"),
+    "diversity": (-0.25, math.inf, "one image per prompt is the cheapest way to a high reward"),
+    "spread": (-0.25, math.inf, "the same, seen in where shapes are"),
+}
+
+def load_metric(name: str, device, folders: dict):
+    known = T.reward_makers() | METRICS
+    T.require(":" in name or name in known, f"--metrics {name}: allowed are {', '.join(known)} or "
+              f"MODULE:FUNCTION{T.nearest(name, known)}")
+    return (known[name](device, folders.get(name)) if name in known else
+            T.load_function("--metrics", name))
+
+# ==== 4. score: paired comparison of runs with their base =======================================
+RESAMPLES, FEW = 2000, 4
+
+def bootstrap(diff: Tensor) -> tuple[float, float]:
+    """95 % interval of the mean of paired differences (P prompts, n images).
+
+    In each resample prompts are drawn with replacement, then images within them. Up to 4 prompts
+    with several images each are kept as they are: the interval then is about these prompts only.
+    """
+    (P, n), gen = diff.shape, torch.Generator().manual_seed(0)
+    if P * n < 2:
+        return math.nan, math.nan
+    rows = torch.randint(P, (RESAMPLES, P, 1), generator=gen)
+    if P <= FEW and n > 1:
+        rows = torch.arange(P)[:, None]
+    means = diff[rows, torch.randint(n, (RESAMPLES, P, n), generator=gen)].mean((1, 2))
+    return tuple(means.quantile(torch.tensor([0.025, 0.975])).tolist())
+
+def compare_scores(base: Tensor, trained: Tensor) -> dict:
+    """Means, paired difference with interval, share of images that got better (a tie is half)."""
+    diff = trained - base
+    wins = ((diff > 0).float() + 0.5 * (diff == 0)).mean()
+    low, high = bootstrap(diff)
+    return {"base": base.mean().item(), "trained": trained.mean().item(), "low": low, "high": high,
+            "difference": diff.mean().item(), "win_rate": wins.item()}
+
+def alarm(name: str, row: dict, rewards) -> str:
+    """Why a measure looks as if the reward was gamed; empty if it does not."""
+    low, high, _ = ALARMS.get(name, (-math.inf, math.inf, ""))
+    change = row["difference"] / row["base"] if row["base"] > 0 else 0.0
+    if not low <= change <= high:
+        return f"drift {change:+.0%}"
+    falls = name not in {*ALARMS, *rewards} and row["high"] < 0 and change < -FALL
+    return f"falls {change:+.0%}" if falls else ""
+
+def image_folder(folder: Path, cfg: T.Config, weights: str, seed: int, n: int) -> Path:
+    """Where images are kept, named by a hash of all they depend on but the prompt."""
+    key = [cfg.model, cfg.dtype, cfg.steps, cfg.resolution, cfg.guidance, seed, n]
+    key += [T.BASE, T.CAPTIONS, T.PLACES] * is_tiny(cfg)
+    digest = hashlib.sha256(json.dumps(key).encode())
+    if weights == "base":
+        return folder.parent / f"base-{digest.hexdigest()[:12]}"
+    files = (folder / "best").rglob("*") if weights == "best" else [folder / "last.pt"]
+    for path in sorted(f for f in files if f.is_file()):
+        digest.update(path.read_bytes())
+    return folder / f"eval-{digest.hexdigest()[:12]}"
+
+def generate(where: Path, folder: Path, weights: str, prompts, seed: int, n: int) -> dict:
+    """{prompt: PNG with its n images side by side}; those that exist are kept."""
+    from tqdm import tqdm
+
+    wanted = {p: where / f"{hashlib.sha256(p.encode()).hexdigest()[:16]}.png" for p in prompts}
+    missing, run = {p: path for p, path in wanted.items() if not path.exists()}, None
+    for prompt, path in tqdm(missing.items(), f"{where}: images", disable=not missing):
+        run = run or load_run(folder, weights)
+        with run.averaged():
+            images = run.sample([prompt] * n, ("score", seed, prompt), list(range(n)))
+        T.check_images(images, [prompt] * n)
+        save_png(torch.cat(list(images), 2), path)
+    return wanted
+
+def read_images(path: Path, n: int) -> Tensor:
+    """(n, 3, H, W) from what `generate` wrote."""
+    import numpy as np
+    from PIL import Image
+
+    strip = torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1) / 255
+    return torch.stack(strip.chunk(n, 2))
+
+def measure(paths: dict, n: int, metrics: dict, sets: dict, device) -> dict:
+    """By name, metrics of all images (P, n) and set measures of all prompts (P, 1)."""
+    from tqdm import tqdm
+
+    values, where = {name: [] for name in metrics | sets}, next(iter(paths.values())).parent
+    for prompt, path in tqdm(paths.items(), f"{where}: scores", unit="prompt"):
+        images = read_images(path, n).to(device)
+        for name, row in zip(metrics, T.score(metrics, images, [prompt] * n), strict=True):
+            values[name].append(row)
+        for name, function in sets.items():
+            values[name].append(function(images).cpu()[None])
+    return {name: torch.stack(rows) for name, rows in values.items()}
+
+def hpdv2_prompts() -> list[str]:
+    """The benchmark of HPDv2 (arXiv 2306.09341): 800 prompts in each of four styles."""
+    try:
+        from huggingface_hub import hf_hub_download
+
+        files = [hf_hub_download("zhwang/HPDv2", f"benchmark/{style}.json", repo_type="dataset")
+                 for style in ("anime", "concept-art", "paintings", "photo")]
+        return [p for f in files for p in json.loads(Path(f).read_text("utf-8"))]
+    except (ImportError, OSError, ValueError) as e:
+        raise T.UsageError("--prompts hpdv2: the data set zhwang/HPDv2 cannot be fetched "
+                         f"({type(e).__name__}); give a .txt or .jsonl file") from None
+
+def score_prompts(args, configs: dict) -> list[str]:
+    """Prompts to evaluate on, without repeats; says which of them were trained on."""
+    source, prompts = args.prompts, T.CAPTIONS
+    if source == "hpdv2" or not (source or all(map(is_tiny, configs.values()))):
+        prompts = hpdv2_prompts()
+    elif source:
+        prompts = T.read_prompts(source)
+    prompts = list(dict.fromkeys(prompts))
+    if args.limit and args.limit < len(prompts):
+        prompts = T.stream(args.seed, "limit").sample(prompts, args.limit)
+    for folder, cfg in configs.items():
+        check_prompts(cfg, prompts)
+        if is_tiny(cfg):
+            print(f"{folder}: the tiny world's captions are a closed set; only the noise is new")
+            continue
+        try:
+            seen = set(prompts) & set(T.training_prompts(cfg))
+        except T.UsageError as e:
+            print(f"warning: {folder}: overlap with its training prompts is unknown ({e})")
+        else:
+            print(f"{folder}: trained on {len(seen)} of these {len(prompts)} prompts")
+    return prompts
+
+def score_command(args) -> None:
+    """paired differences of runs from their base, with intervals, win rates and alarms"""
+    configs = {Path(f): run_config(f) for f in args.runs}
+    tiny = all(map(is_tiny, configs.values()))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rewards = {f: [T.parse_reward(r)[0] for r in cfg.reward] for f, cfg in configs.items()}
+    names = args.metrics or sum(rewards.values(), []) + (TINY_METRICS if tiny else REAL_METRICS)
+    pairs = [*args.reward_weights, *(p for c in configs.values() for p in c.reward_weights)]
+    local = T.local_weights(pairs)
+    metrics = {name: load_metric(name, device, local) for name in names} | DRIFT
+    prompts, n = score_prompts(args, configs), args.n or (16 if tiny else 4)
+    sets = ({"diversity": prompt_diversity} if n > 1 else {}) | ({"spread": spread} if tiny else {})
+    rows, table, pictures, values = [], [], {}, {}
+    for folder, cfg in configs.items():
+        for weights in ("base", args.weights):
+            where = image_folder(folder, cfg, weights, args.seed, n)
+            paths = generate(where, folder, weights, prompts, args.seed, n)
+            if where not in values:
+                values[where] = measure(paths, n, metrics, sets, device)
+                name = f"base of {cfg.model}" if weights == "base" else str(folder)
+                pictures[name] = torch.stack([thumbnails(read_images(paths[p], n)[:4])
+                                               for p in prompts[:8]])
+        base = values[image_folder(folder, cfg, "base", args.seed, n)]
+        for name, (b, t) in {k: (base[k], values[where][k]) for k in base}.items():
+            row = {"run": str(folder), "metric": name} | compare_scores(b, t)
+            rows.append(row | {"alarm": alarm(name, row, rewards[folder])})
+            means = zip(prompts, *(v.mean(1).tolist() for v in (b, t, t - b)), strict=True)
+            table += [(folder, name, *line) for line in means]
+    setting = {"prompts": len(prompts), "images_per_prompt": n, "seed": args.seed,
+               "weights": args.weights}
+    out = Path(args.out or Path(args.runs[0]) / "score")
+    write_scores(out, setting, rows, table, prompts, pictures)
+
+def summary(setting: dict, rows: list[dict]) -> str:
+    """Markdown: a table per run and the meaning of the alarms."""
+    lines = ["# {prompts} prompts x {images_per_prompt} images, seed {seed}, {weights} weights, "
+             "ODE sampler, same noise for base and run".format(**setting)]
+    columns = ("metric", "base", "run", "difference", "95 % interval", "win rate", "alarm")
+    for folder in dict.fromkeys(r["run"] for r in rows):
+        lines += ["", f"## {folder}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        for r in (r for r in rows if r["run"] == folder):
+            wins = "" if r["metric"] in ALARMS else f"{r['win_rate']:.0%}"
+            lines.append("| {metric} | {base:.3f} | {trained:.3f} | {difference:+.3f} | {low:+.3f} "
+                         "to {high:+.3f} | {wins} | {alarm} |".format(**r, wins=wins))
+    lines += ["", f"Alarms: a metric that was not the reward surely falls by over {FALL:.0%}, or",
+              "", "| measure | leaves the range, relative to the base | because |", "|---|---|---|"]
+    ranges = [f"| {k} | {lo:+.0%} to {hi:+.0%} | {why} |" for k, (lo, hi, why) in ALARMS.items()]
+    return "\n".join(lines + ranges).replace("+inf%", "any") + "\n"
+
+def write_scores(out: Path, setting: dict, rows, table, prompts, pictures) -> None:
+    """summary.md, summary.json, prompts.csv and grid.png."""
+    out.mkdir(parents=True, exist_ok=True)
+    text = summary(setting, rows)
+    results = [{k: None if v != v else v for k, v in r.items()} for r in rows]  # JSON has no nan
+    (out / "summary.md").write_text(text)
+    (out / "summary.json").write_text(json.dumps(setting | {"results": results}, indent=1) + "\n")
+    with open(out / "prompts.csv", "w", newline="", encoding="utf-8") as f:
+        columns = ("run", "metric", "prompt", "base", "trained", "difference")
+        csv.writer(f).writerows([columns, *table])
+    print("\n" + text)
+    try:
+        draw_blocks(out / "grid.png", "eval (ODE): same noise in all blocks", prompts[:8], pictures)
+    except ImportError:
+        print("no grid.png: matplotlib is not installed (pip install matplotlib)")
+    print(f"written: {out}/ summary.md summary.json prompts.csv grid.png")
+
+# ==== 5. Command line ===========================================================================
+def draw_command(args) -> None:
+    """curve.png, grid.png and tree.png of a run, as after training"""
+    run = load_run(args.run, "last", rewards=True)
+    run.iteration = run.iteration if args.iteration is None else args.iteration
+    draw_run(run)
+
+def sample_command(args) -> None:
+    """images of a trained run, a row per prompt"""
+    check_prompts(run_config(args.run), args.texts)
+    run, n = load_run(args.run, args.weights), args.n or 8
+    with run.averaged():
+        images = run.sample([p for p in args.texts for _ in range(n)], ("sample", args.seed),
+                            list(range(n)) * len(args.texts))
+    zoom = max(1, 128 // images.shape[-1])
+    images = images.repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
+    path = Path(args.out or Path(args.run) / "sample.png")
+    save_png(tiles(images.unflatten(0, (-1, n)), 4), path)
+    print(path)
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
+    return int(text)
+
+FLAGS = {
+    "run": {"metavar": "RUN", "help": "run folder"},
+    "runs": {"metavar": "RUN", "nargs": "+", "help": "run folders"},
+    "texts": {"metavar": "PROMPT", "nargs": "+"},
+    "--n": {"type": positive, "help": "images per prompt [sample: 8; score: 16, real models 4]"},
+    "--seed": {"type": int, "default": 0, "help": "seed of the noise [0]"},
+    "--weights": {"choices": ("best", "last", "base"), "default": "best", "help": "[best]"},
+    "--out": {"help": "[sample: RUN/sample.png; score: folder RUN/score]"},
+    "--prompts": {"help": "file, or hpdv2 [tiny: all captions, else hpdv2]"},
+    "--metrics": {"nargs": "+", "metavar": "M", "help": f"shapes, {', '.join(SCORERS | METRICS)}, "
+                  "MODULE:FUNCTION [the runs' rewards and metrics they were not trained for]"},
+    "--reward-weights": {"nargs": "+", "metavar": "X", "default": (), "help": "NAME=FOLDER ..."},
+    "--limit": {"type": positive, "help": "score a random sample of so many prompts"},
+    "--iteration": {"type": int, "help": "whose tree is drawn [the last]"},
+}
+
+def flags(*names: str):
+    """A function that adds these flags to a parser."""
+    def add(parser) -> None:
+        for name in names:
+            parser.add_argument(name, **FLAGS[name])
+    return add
+
+COMMANDS = {  # name: (function, one that adds its arguments to a parser)
+    "draw": (draw_command, flags("run", "--iteration")),
+    "sample": (sample_command, flags("run", "texts", "--n", "--seed", "--weights", "--out")),
+    "score": (score_command, flags("runs", "--prompts", "--metrics", "--reward-weights", "--n",
+                                   "--seed", "--weights", "--limit", "--out")),
+}
+
+def main(argv: list[str] | None = None) -> int:
+    parser = T.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (function, add_arguments) in COMMANDS.items():
+        add_arguments(commands.add_parser(name, help=function.__doc__, allow_abbrev=False))
+    try:
+        args = parser.parse_args(argv)
+        return COMMANDS[args.command][0](args) or 0
+    except T.UsageError as e:
+        print(f"evaluate: {e}", file=sys.stderr)
+        return 2
+    except (T.RewardError, T.NumericalError) as e:
+        print(f"evaluate: {e}", file=sys.stderr)
+        return 1
+
+if __name__ == "__main__":
+    sys.exit(importlib.import_module("evaluate").main())  # one module for treegrpo.py and us
