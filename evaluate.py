@@ -324,7 +324,7 @@ def label_rows(ax, tree, total: Tensor, boxes, left: float) -> None:
             ax.text(y=ys[d], s="predicted image" + f"\nafter step {step}" * (step > 0), **at)
     ax.text(y=ys[-1], s="final images", **at)
     foot = ys[-1] - halves[-1] - 0.2
-    ax.text(y=foot - 0.3, s="reward", **at)
+    ax.text(left, foot, "reward", fontsize=9, va="top")
     for leaf, (x, _, _) in boxes[-1].items():
         ax.text(x, foot, f"{total[leaf]:.2f}", fontsize=9, ha="center", va="top",
                 rotation=90 * (len(boxes[-1]) > 40),
@@ -749,7 +749,8 @@ def summary(setting: dict, rows: list[dict]) -> str:
                          "to {high:+.3f} | {wins} | {alarm} |".format(**r, wins=wins))
     lines += ["", f"Alarms: a metric that was not the reward surely falls by over {FALL:.0%}, or",
               "", "| measure | leaves the range, relative to the base | because |", "|---|---|---|"]
-    ranges = [f"| {k} | {lo:+.0%} to {hi:+.0%} | {why} |" for k, (lo, hi, why) in ALARMS.items()]
+    ranges = [f"| {k} | {lo:+.0%} to {hi:+.0%} | {why} |" for k, (lo, hi, why) in ALARMS.items()
+              if k in {r["metric"] for r in rows}]
     return "\n".join(lines + ranges).replace("+inf%", "any") + "\n"
 
 def write_scores(out: Path, setting: dict, rows, table, prompts, pictures) -> None:
