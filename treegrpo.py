@@ -1043,8 +1043,8 @@ class SDPolicy(PipelinePolicy):
 class SD3Policy(PipelinePolicy):
     """Stable Diffusion 3 and 3.5, with or without the T5 encoder."""
 
+    kind, gives = "flow", ("text", None, "pooled")
     asks = {"prompt_2": None, "prompt_3": None, "do_classifier_free_guidance": False}
-    gives = ("text", None, "pooled")
 
     def tables(self, config):
         from diffusers import FlowMatchEulerDiscreteScheduler
