@@ -236,3 +236,13 @@ SCORERS = {"jpeg": functools.partial(jpeg_reward, -1),  # compressible
            "pickscore": functools.partial(clip_reward, "pickscore"),
            "aesthetic": aesthetic_metric, "imagereward": imagereward_metric}
 SCORERS = {name: functools.partial(scorer, make, name) for name, make in SCORERS.items()}
+
+PROMPTS = [  # for a first run of a real model: subjects, counts, colours, places, styles, lettering
+    "a lighthouse on a cliff in a thunderstorm, oil painting", "a fox asleep in snow at sunrise",
+    "three red apples beside a blue teapot", "an old fisherman mending a net, portrait photo",
+    "a glass greenhouse full of ferns, morning mist", "a black bicycle leaning on a yellow wall",
+    "two astronauts playing chess on the moon", "a bowl of ramen with a soft egg, seen from above",
+    "a shop window with a sign that says OPEN", "a paper boat drifting down a flooded street",
+    "a stone bridge over a mountain stream in autumn", "a marble statue of an owl in headphones",
+    "a market square at night lit by lanterns, watercolour", "a green parrot on a stack of books",
+    "an empty railway station in fog, black and white photo", "a castle made of ice at midnight"]
