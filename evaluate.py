@@ -24,11 +24,13 @@ def plan(cfg, dims: int | None = None) -> str:
     sample = " ".join(str(T.nfe(s, cfg.roots)[0]) for s in steps)
     train = T.nfe(steps[0], cfg.roots, cfg.inner_epochs, cfg.kl > 0)[1]
     leaves = cfg.roots * math.prod(s.children for s in steps[0])
+    doubled = cfg.guidance > 1 and T.family(cfg.model) != "flux"  # FLUX: guidance is an input
+    double = " (x 2 for guidance)" if doubled else ""
     text = (f"{cfg.method} on {cfg.model}: {cfg.steps} steps, {cfg.window_mode} window of "
             f"{cfg.window}, k {'-'.join(map(str, cfg.branch))}, roots {cfg.roots}, "
             f"{cfg.prompts_per_iteration} prompts per iteration\n"
             f"  per prompt: {leaves} leaves, {T.nfe(steps[0], cfg.roots)[1]} trained nodes\n"
-            f"  denoiser evaluations{' (x 2 for guidance)' if cfg.guidance > 1 else ''}: "
+            f"  denoiser evaluations{double}: "
             f"{sample} to sample (by window start), {train} to train\n"
             f"  flat GRPO with {leaves} leaves: {leaves * cfg.steps} to sample, "
             f"{leaves * (cfg.steps - 1)} to train")
