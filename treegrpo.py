@@ -45,6 +45,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import signal
 import sys
@@ -193,6 +194,7 @@ def check_range(name: str, value, limits) -> None:
     bounds = ((">", above), (">=", lo), ("<=", hi))
     text = " and ".join(f"{sign} {limit}" for sign, limit in bounds if limit is not None)
     for v in value if isinstance(value, tuple) else (value,):
+        require(v not in (math.inf, -math.inf), f"--{name.replace('_', '-')} {v}: must be finite")
         allow(not choices or v in choices, name, v, choices or ())
         ok = (above is None or v > above) and (lo is None or v >= lo) and (hi is None or v <= hi)
         require(ok, f"--{name.replace('_', '-')} {v}: must be {text}")  # NaN is neither
@@ -1354,8 +1356,9 @@ def loop(run: Run, stop: list) -> None:
 
 # ==== 12. Command line ==========================================================================
 class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UsageError(message)
+    def error(self, message):  # argument --lr: invalid float value: 'x' -> --lr x: must be a float
+        message = re.sub(r"(\S+): invalid (int|float) value: '(.*)'", r"\1 \3: must be a \2", message)
+        raise UsageError(message.removeprefix("argument ").replace("a int", "an int"))
 
 def parse(argv: list[str] | None) -> Config:
     """Flags -> Config. A flag beats the resumed run, the model, the preset and the default."""
@@ -1370,8 +1373,9 @@ def parse(argv: list[str] | None) -> Config:
             how = {"action": argparse.BooleanOptionalAction, "help": line}
         parser.add_argument("--" + f.name.replace("_", "-"), **how)
     given, unknown = parser.parse_known_args(argv)
-    require(not unknown, f"unknown flag {unknown[:1]}"
-            f"{nearest(''.join(unknown[:1]), parser._option_string_actions)}; --help lists all")
+    for flag in unknown:
+        hint = nearest(flag.partition("=")[0], parser._option_string_actions)
+        raise UsageError(f"unknown flag {flag}{hint}; --help lists all")
     given = tuples(vars(given))
     cfg = resume_config(given) if "resume" in given else resolve(given)
     check_config(cfg)
