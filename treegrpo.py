@@ -1119,7 +1119,7 @@ def read_prompts(path: str) -> list[str]:
     """Prompts of a .txt (one a line) or .jsonl file (key 'prompt'); blank lines are skipped."""
     prompts, where = [], f"--prompts {path}"
     with explained(where, OSError, UnicodeDecodeError):
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     for n, line in enumerate(lines, 1):
         with explained(f"{where}: line {n} is not a JSON object with a text under 'prompt'",
                        ValueError, KeyError, TypeError, AttributeError):
