@@ -1063,7 +1063,7 @@ def parse_reward(spec: str) -> tuple[str, float]:
 def local_weights(pairs) -> dict[str, Path]:
     """--reward-weights NAME=FOLDER ... -> {name: folder}."""
     split, known = [pair.partition("=") for pair in pairs], reward_makers()
-    folders = {name: Path(folder).expanduser() for name, _, folder in split}
+    folders = {name: Path(folder or "?").expanduser() for name, _, folder in split}
     for name, folder in folders.items():
         allow(name in known, "reward-weights", name, known)
         require(folder.is_dir(), f"--reward-weights {name}={folder}: is not a folder")
