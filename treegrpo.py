@@ -215,7 +215,12 @@ def check_config(cfg: Config) -> None:
     require(sde in ("flow", "dance") or most < 1 + 1e-9, f"--noise-level {cfg.noise_level} with "
             f"--noise-growth {cfg.noise_growth}: reaches {most:.3g}; {sde} allows at most 1")
     allow(cfg.clip_min <= cfg.clip_max, "clip-min", cfg.clip_min, f"0 to --clip-max {cfg.clip_max}")
+    pick_device(cfg.device)
     training_prompts(cfg)
+    for name in (n for n, _ in map(parse_reward, cfg.reward) if ":" in n):
+        load_function("--reward", name)
+    if cfg.track:
+        load_function("--track", cfg.track)
     if family(cfg.model) in REPOSITORIES and not cfg.plan:
         FAMILIES[family(cfg.model)][0].latent_shape(cfg)
 
@@ -1164,14 +1169,19 @@ def save_atomic(state, path: Path) -> None:
 LR_SCHEDULES = {"constant": lambda t: 1.0, "linear": lambda t: 1 - t,  # t from 0 to 1
                 "cosine": lambda t: 0.5 + 0.5 * math.cos(math.pi * t)}
 
+def pick_device(name: str) -> torch.device:
+    gpus = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
+    known = ["cpu", *["mps"] * torch.backends.mps.is_available(), *["cuda"] * bool(gpus), *gpus]
+    allow(name in ("auto", *known), "device", name, ["auto", *known])
+    return torch.device(name if name != "auto" else "cuda" if gpus else "cpu")
+
 class Run:
     """What a run holds: policy, rewards, optimiser, weight average, and how far it is."""
     PROGRESS = ("iteration", "best", "best_iteration")
 
     def __init__(self, cfg: Config):
         self.cfg, self.prompts = cfg, training_prompts(cfg)
-        auto = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(auto if cfg.device == "auto" else cfg.device)
+        self.device = pick_device(cfg.device)
         self.weights = torch.tensor([w for _, w in map(parse_reward, cfg.reward)])
         self.policy = FAMILIES[family(cfg.model)][0](cfg, self.device)
         self.rewards, self.trainable = load_rewards(cfg, self.device), self.policy.trainable
