@@ -1138,6 +1138,9 @@ def training_prompts(cfg: Config) -> list[str]:
     """Prompts of the file, or the built-in ones; the tiny world knows its captions only."""
     import evaluate
     tiny, rewards = family(cfg.model) not in REPOSITORIES, dict(map(parse_reward, cfg.reward))
+    for name in ("prompts_per_iteration", "eval_images"):
+        allow(getattr(cfg, name) >= world()[1], name, getattr(cfg, name),
+              f">= {world()[1]}, the number of processes")
     require(len(rewards) == len(cfg.reward), f"--reward {' '.join(cfg.reward)}: once each")
     local_weights(cfg.reward_weights)
     built_in = CAPTIONS if tiny else evaluate.PROMPTS
