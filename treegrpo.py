@@ -600,6 +600,18 @@ def update(policy, tree: Tree, adv, leaf_adv, cond, cfg: Config, optimizer) -> l
     return log
 
 # ==== 7. Many processes (torchrun): every rank grows the trees of its own prompts ===============
+@contextlib.contextmanager
+def process_group():
+    """Join the processes that torchrun started, each with its own GPU."""
+    started = "LOCAL_RANK" in os.environ and not torch.distributed.is_initialized()
+    if started:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group()
+    yield
+    if started:
+        torch.distributed.destroy_process_group()
+
 def world() -> tuple[int, int]:
     """(rank, number of processes)."""
     dist = torch.distributed
@@ -1435,9 +1447,8 @@ def main(argv: list[str] | None = None) -> int:
             import evaluate
             print(evaluate.plan(cfg))
             return 0
-        if "LOCAL_RANK" in os.environ and not torch.distributed.is_initialized():
-            torch.distributed.init_process_group()
-        train(cfg)
+        with process_group():
+            train(cfg)
         return 0
     except (UsageError, RewardError, NumericalError) as e:
         print(f"treegrpo: {e}", file=sys.stderr)
