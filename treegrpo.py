@@ -608,9 +608,11 @@ def process_group():
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group()
-    yield
-    if started:
-        torch.distributed.destroy_process_group()
+    try:
+        yield
+    finally:
+        if started:
+            torch.distributed.destroy_process_group()
 
 def world() -> tuple[int, int]:
     """(rank, number of processes)."""
@@ -959,11 +961,12 @@ class PipelinePolicy(Policy):
 
     def export(self, folder: Path) -> None:
         """For pipe.load_lora_weights(folder); with --full a folder `core` of all weights."""
-        if self.cfg.full:
-            return self.net.save_pretrained(folder / self.core)
-        alpha = self.net.peft_config["default"].to_dict()  # without it alpha = rank is assumed
-        self.pipe.save_lora_weights(folder, **{f"{self.core}_lora_layers": self.lora(),
-                                               f"{self.core}_lora_adapter_metadata": alpha})
+        with explained(f"{folder} was not written", Exception, error=OSError):
+            if self.cfg.full:
+                return self.net.save_pretrained(folder / self.core)
+            alpha = self.net.peft_config["default"].to_dict()  # without it alpha = rank is assumed
+            self.pipe.save_lora_weights(folder, **{f"{self.core}_lora_layers": self.lora(),
+                                                   f"{self.core}_lora_adapter_metadata": alpha})
 
     def restore(self, folder: Path) -> None:
         """Read what `export` wrote."""
@@ -1173,13 +1176,14 @@ def draw_prompts(cfg: Config, prompts: list[str], iteration: int) -> tuple[list[
 
 def save_atomic(state, path: Path) -> None:
     """torch.save that leaves the old file or the whole new one, whatever happens."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
-    with open(part, "wb") as f:
-        torch.save(state, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(part, path)
+    with explained(f"{path} was not written", OSError, RuntimeError, error=OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(part, "wb") as f:
+            torch.save(state, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, path)
 
 LR_SCHEDULES = {"constant": lambda t: 1.0, "linear": lambda t: 1 - t,  # t from 0 to 1
                 "cosine": lambda t: 0.5 + 0.5 * math.cos(math.pi * t)}
@@ -1291,16 +1295,23 @@ class Run:
         return log
 
 # ==== 11. Training loop =========================================================================
+@contextlib.contextmanager
 def open_folder(cfg: Config):
-    """Create and lock the run folder; the lock ends with the process, however it ends."""
+    """Create and lock the run folder; one that stays empty goes away again."""
     folder, where = cfg.folder, f"--out {cfg.folder}"
     require(cfg.resume or cfg.overwrite or not (folder / "config.json").exists(), f"{where}: holds "
             f"a run; go on with --resume {folder}, replace it with --overwrite, or name another")
     with explained(where, OSError), explained(f"{where}: another run is there", BlockingIOError):
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "w")  # noqa: SIM115
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return lock
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, at the latest
+    try:
+        yield
+    finally:
+        lock.close()
+        if os.listdir(folder) == [".lock"]:
+            (folder / ".lock").unlink()
+            folder.rmdir()
 
 def start_files(run: Run) -> None:
     """Write config.json, and cut the log back to where the run starts or goes on."""
@@ -1450,7 +1461,7 @@ def main(argv: list[str] | None = None) -> int:
         with process_group():
             train(cfg)
         return 0
-    except (UsageError, RewardError, NumericalError) as e:
+    except (UsageError, RewardError, NumericalError, OSError) as e:
         print(f"treegrpo: {e}", file=sys.stderr)
         return 2 if isinstance(e, UsageError) else 1
     except torch.OutOfMemoryError:
