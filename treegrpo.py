@@ -1393,7 +1393,7 @@ def loop(run: Run, stop: list) -> None:
 # ==== 12. Command line ==========================================================================
 class Parser(argparse.ArgumentParser):
     def error(self, message):  # argument --lr: invalid float value: 'x' -> --lr x: must be a float
-        message = re.sub(r"(\S+): invalid (int|float) value: '(.*)'", r"\1 \3: must be a \2", message)
+        message = re.sub(r": invalid (\w+) value: '(.*)'", r" \2: must be a \1", message)
         raise UsageError(message.removeprefix("argument ").replace("a int", "an int"))
 
 def parse(argv: list[str] | None) -> Config:
