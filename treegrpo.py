@@ -453,7 +453,8 @@ def leaf_advantages(rewards: Tensor, groups: Tensor, weights=(1.0,)) -> Tensor:
     for w, r in zip(weights, rewards, strict=True):
         mean, std, count = group_stats(r, groups)
         require((count > 1).all(), "a group of one leaf: 2 or more are needed", ValueError)
-        total = total + w * torch.where(std < MIN_SPREAD, 0, (r - mean) / std.clamp(min=MIN_SPREAD))
+        least = MIN_SPREAD * mean.abs().clamp(min=1)  # float32 rounds to about 1e-7 of the mean
+        total = total + w * torch.where(std < least, 0, (r - mean) / std.clamp(min=MIN_SPREAD))
     return total
 
 def child_weights(level: Level, mode: str) -> Tensor:
