@@ -1375,6 +1375,7 @@ def loop(run: Run, stop: list) -> None:
             return {"skipped": message}
     if run.iteration == 0:
         write(run.measure())
+        run.save()
     with tqdm(total=cfg.iterations, initial=run.iteration, disable=not leader, unit="it") as bar:
         while run.iteration < cfg.iterations and not all_sum(torch.tensor(len(stop))):
             log = attempt(run.train_iteration)
