@@ -1083,11 +1083,12 @@ def parse_reward(spec: str) -> tuple[str, float]:
 
 def local_weights(pairs) -> dict[str, Path]:
     """--reward-weights NAME=FOLDER ... -> {name: folder}."""
-    split, known = [pair.partition("=") for pair in pairs], reward_makers()
-    folders = {name: Path(folder or "?").expanduser() for name, _, folder in split}
-    for name, folder in folders.items():
+    folders, known = {}, reward_makers()
+    for pair in pairs:
+        name, _, folder = pair.partition("=")
+        folders[name] = Path(folder).expanduser()
         allow(name in known, "reward-weights", name, known)
-        require(folder.is_dir(), f"--reward-weights {name}={folder}: is not a folder")
+        require(folder and folders[name].is_dir(), f"--reward-weights {pair}: is no NAME=FOLDER")
     return folders
 
 def load_function(flag: str, name: str):
