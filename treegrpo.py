@@ -158,11 +158,9 @@ class Config:
     save_every: int = opt(10, "iterations between checkpoints", lo=1)
     track: str = opt("", "MODULE:FUNCTION called with each line of the log, a dict")
     plan: bool = opt(False, "print what the run would do and cost, and stop")
-
     @property
     def window(self) -> int:  # its length w
         return self.depth or self.steps - 1
-
     @property
     def folder(self) -> Path:
         return Path(self.out or f"runs/{Path(self.model).name}-{self.method}-{self.seed}")
@@ -361,18 +359,15 @@ class Tree:
     leaves: Tensor  # (L, C, H, W) final latents; leaf n hangs from edge n of the last level
     prompt: Tensor  # (L,) prompt of each leaf
     root: Tensor  # (L,) root of each leaf
-
     def groups(self, kind: str) -> Tensor:
         """Group in which each leaf is compared, kind "prompt" or "root" -> (L,)."""
         return self.root if kind == "root" else self.prompt
-
     def path(self, leaf: int) -> list[int]:
         """Edges from the root to a leaf, one per level."""
         edges = [leaf]
         for level in reversed(self.levels[1:]):
             edges.append(int(level.parent[edges[-1]]))
         return edges[::-1]
-
     def children(self, node: tuple[int, int]) -> list[int]:
         """Edges that leave node = (level, index)."""
         return (self.levels[node[0]].parent == node[1]).nonzero().flatten().tolist()
@@ -651,9 +646,7 @@ class Policy:
     unconditional one first; denoise(x, i, cond) -> network output (N, C, H, W) for latents x at
     grid point i; decode(latents) -> images (B, 3, H, W) in [0, 1]; export, restore (folder).
     """
-
     evaluations = 0  # latents the denoiser has seen, twice under guidance
-
     def predict(self, x: Tensor, i: int, cond: dict[str, Tensor]) -> Tensor:
         """Network output with classifier-free guidance -> (N, C, H, W) float32."""
         self.evaluations += len(x) * (2 if self.guided else 1)
@@ -662,7 +655,6 @@ class Policy:
         both = {k: v.transpose(0, 1).flatten(0, 1) for k, v in cond.items()}
         uncond, text = self.denoise(torch.cat([x, x]), i, both).float().chunk(2)
         return uncond + self.cfg.guidance * (text - uncond)
-
     def step(self, x: Tensor, pred: Tensor, i: int, j: int, noise: float) -> tuple[Tensor, Tensor]:
         """Mean (N, C, H, W) and std () of the latents at grid point j."""
         now, then = self.grid[i], self.grid[j]
@@ -672,7 +664,6 @@ class Policy:
         if noise == 0 or self.cfg.sde == "flow":
             return flow_sde_step(x, pred, now, then, noise, self.grid[1])
         return {"cps": cps_step, "dance": dance_sde_step}[self.cfg.sde](x, pred, now, then, noise)
-
     def denoised(self, x: Tensor, pred: Tensor, i: int) -> Tensor:
         """Predicted clean latents (N, C, H, W)."""
         a = self.grid[i]
@@ -680,7 +671,6 @@ class Policy:
             return x - a * pred
         scaled = (1 - a).sqrt() * pred
         return (x - scaled) / a.sqrt() if self.kind == "eps" else a.sqrt() * x - scaled
-
     def reference(self):
         """Context in which the denoiser is the untrained one."""
         return swapped(self.trainable, self.initial)
@@ -730,7 +720,6 @@ class Block(nn.Module):
         self.ada = nn.Linear(width, 6 * width)
         nn.init.zeros_(self.ada.weight)
         nn.init.zeros_(self.ada.bias)
-
     def forward(self, x, c):  # x (N, L, W), c (N, W)
         shift1, scale1, gate1, shift2, scale2, gate2 = self.ada(F.silu(c))[:, None].chunk(6, -1)
         qkv = self.qkv(self.norm(x) * (1 + scale1) + shift1).unflatten(-1, (3, self.heads, -1))
@@ -749,7 +738,6 @@ class TinyDiT(nn.Module):
         self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
         self.head = nn.Linear(width, 3 * patch**2)
-
     def forward(self, x, time, words):  # (N, 3, 16, 16), time (N,) in [0, 1], words (N, 2)
         phase = time[:, None] * torch.logspace(0, 1.5, self.place.shape[1] // 2, device=x.device)
         c = self.time(torch.cat([phase.cos(), phase.sin()], 1)) + self.words(words).sum(1)
@@ -806,7 +794,6 @@ def tiny_base(kind: str) -> TinyDiT:
 class TinyPolicy(Policy):
     """The tiny world: `tiny` is a flow model, `tiny-ddpm` predicts eps and is sampled by DDIM."""
     guided, shape = False, (3, 16, 16)
-
     def __init__(self, cfg: Config, device: torch.device):
         self.cfg, self.device, self.net = cfg, device, tiny_base(cfg.model).to(device)
         self.trainable = list(self.net.parameters())
@@ -817,19 +804,14 @@ class TinyPolicy(Policy):
             t = torch.arange(cfg.steps - 1, -1, -1) * (1000 // cfg.steps) + 1
             self.kind, self.times = "eps", t / 1000
             self.grid = torch.cat([ddpm_alphas()[t], ddpm_alphas()[:1]])
-
     def encode(self, prompts):
         return {"words": caption_words(prompts)}
-
     def denoise(self, x, i, cond):
         return self.net(x, self.times[i].to(x.device).expand(len(x)), cond["words"])
-
     def decode(self, latents):
         return (latents.to(self.device) / 2 + 0.5).clamp(0, 1)
-
     def export(self, folder: Path) -> None:
         save_atomic(self.net.state_dict(), folder / "model.pt")
-
     def restore(self, folder: Path) -> None:
         self.net.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
 
@@ -884,7 +866,6 @@ class PipelinePolicy(Policy):
     `asks` and `gives` are the arguments and results of the pipeline's encode_prompt.
     """
     core, patch, targets, embedded = "transformer", 2, JOINT, False  # targets: Flow-GRPO
-
     def __init__(self, cfg: Config, device: torch.device):
         self.cfg, self.device, self.dtype = cfg, device, DTYPES[cfg.dtype]
         self.shape, self.guided = self.latent_shape(cfg), cfg.guidance > 1 and not self.embedded
@@ -899,7 +880,6 @@ class PipelinePolicy(Policy):
         self.initial = [p.detach().clone() for p in self.trainable]  # LoRA: B = 0, the base
         self.times, self.grid = self.tables(self.pipe.scheduler.config)  # (T,), (T+1,)
         self.embed = functools.lru_cache(1024)(self.embed)  # on the CPU; FLUX: 4 MB a prompt
-
     @classmethod
     def latent_shape(cls, cfg: Config) -> tuple[int, int, int]:
         """(C, H, W) of the latents; refuses what cannot work, from configurations alone."""
@@ -913,7 +893,6 @@ class PipelinePolicy(Policy):
         allow(kind in KINDS and not noise.get("rescale_betas_zero_snr"), "model",
               f"{cfg.model}: predicts {kind}", f"{', '.join(KINDS)}, without zero terminal SNR")
         return vae["latent_channels"], side, side
-
     def unfreeze(self) -> list[nn.Parameter]:
         """LoRA matrices, or with --full all weights of the denoiser, in float32."""
         from peft import LoraConfig
@@ -933,33 +912,27 @@ class PipelinePolicy(Policy):
         for p in trainable:
             p.data = p.data.float()
         return trainable
-
     @torch.no_grad()
     def embed(self, prompt: str) -> dict[str, Tensor]:
         parts = self.pipe.encode_prompt(prompt, device=self.device, **self.asks)
         return {name: part[0].cpu() for name, part in zip(self.gives, parts, strict=False) if name}
-
     def encode(self, prompts):
         rows = [self.embed(p) for p in prompts]
         if self.guided:
             rows = [{k: torch.stack([self.embed("")[k], row[k]]) for k in row} for row in rows]
         return {k: torch.stack([row[k] for row in rows]) for k in rows[0]}
-
     def denoise(self, x, i, cond):
         t = self.times[i].to(self.device).expand(len(x))
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             return self.forward(x, t, cond)
-
     @torch.no_grad()
     def decode(self, latents):
         scale, shift = self.vae.config.scaling_factor, self.vae.config.shift_factor or 0.0
         z = latents.to(self.device, torch.float32) / scale + shift
         return (self.vae.decode(z, return_dict=False)[0] / 2 + 0.5).clamp(0, 1)
-
     def lora(self) -> dict[str, Tensor]:
         from peft.utils import get_peft_model_state_dict
         return get_peft_model_state_dict(self.net)
-
     def export(self, folder: Path) -> None:
         """For pipe.load_lora_weights(folder); with --full a folder `core` of all weights."""
         with explained(f"{folder} was not written", Exception, error=OSError):
@@ -968,7 +941,6 @@ class PipelinePolicy(Policy):
             alpha = self.net.peft_config["default"].to_dict()  # without it alpha = rank is assumed
             self.pipe.save_lora_weights(folder, **{f"{self.core}_lora_layers": self.lora(),
                                                    f"{self.core}_lora_adapter_metadata": alpha})
-
     def restore(self, folder: Path) -> None:
         """Read what `export` wrote."""
         from safetensors.torch import load_file
@@ -983,14 +955,12 @@ class SDPolicy(PipelinePolicy):
     """Stable Diffusion 1 and 2, by DDIM whatever scheduler the repository holds (SD 1.5: PNDM)."""
     core, patch, targets, gives = "unet", 1, ATTENTION, ("text",)
     asks = {"num_images_per_prompt": 1, "do_classifier_free_guidance": False}
-
     def tables(self, config):
         from diffusers import DDIMScheduler
         ddim = DDIMScheduler.from_config(config)
         ddim.set_timesteps(self.cfg.steps)
         self.kind, t = KINDS[ddim.config.prediction_type], ddim.timesteps
         return t, torch.cat([ddim.alphas_cumprod[t], ddim.final_alpha_cumprod[None]])
-
     def forward(self, x, t, cond):
         return self.net(x, t, encoder_hidden_states=cond["text"], return_dict=False)[0]
 
@@ -998,7 +968,6 @@ class SD3Policy(PipelinePolicy):
     """Stable Diffusion 3 and 3.5, with or without the T5 encoder."""
     kind, gives = "flow", ("text", None, "pooled")
     asks = {"prompt_2": None, "prompt_3": None, "do_classifier_free_guidance": False}
-
     def tables(self, config):
         from diffusers import FlowMatchEulerDiscreteScheduler
         flow, T, how = FlowMatchEulerDiscreteScheduler.from_config(config), self.cfg.steps, {}
@@ -1010,7 +979,6 @@ class SD3Policy(PipelinePolicy):
             how["sigmas"] = torch.linspace(1, 1 / T, T, dtype=torch.float64).tolist()
         flow.set_timesteps(T, **how)
         return flow.timesteps, flow.sigmas
-
     def forward(self, x, t, cond, **more):
         return self.net(hidden_states=x, timestep=t, encoder_hidden_states=cond["text"],
                         pooled_projections=cond["pooled"], return_dict=False, **more)[0]
@@ -1018,7 +986,6 @@ class SD3Policy(PipelinePolicy):
 class FluxPolicy(SD3Policy):
     """FLUX.1: the denoiser takes the guidance scale as an input and latents in 2 x 2 patches."""
     embedded, asks, gives = True, {"prompt_2": None}, ("text", "pooled")
-
     def forward(self, x, t, cond):
         h, w = (s // 2 for s in x.shape[2:])
         row, col = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
@@ -1058,7 +1025,6 @@ def is_ddim(model: str) -> bool:
 def shapes_reward(device, folder=None):
     """exp(-16 d), d the mean squared distance to the nearest clean drawing of the caption."""
     drawings = {c: draw_caption(c).to(device) for c in CAPTIONS}
-
     def score(images: Tensor, prompts: list[str]) -> Tensor:
         images = F.interpolate(images, (16, 16), mode="area")
         want = torch.stack([drawings[p] for p in prompts])  # (B, 4, 3, 16, 16)
@@ -1179,7 +1145,7 @@ def draw_prompts(cfg: Config, prompts: list[str], iteration: int) -> tuple[list[
 def save_atomic(state, path: Path) -> None:
     """torch.save that leaves the old file or the whole new one, whatever happens."""
     part = path.with_name(f".{path.name}.part")
-    with explained(f"{path} was not written", OSError, RuntimeError, error=OSError):
+    with explained(f"{path} was not written (disk full?)", OSError, RuntimeError, error=OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(part, "wb") as f:
             torch.save(state, f)
@@ -1199,7 +1165,6 @@ def pick_device(name: str) -> torch.device:
 class Run:
     """What a run holds: policy, rewards, optimiser, weight average, and how far it is."""
     PROGRESS = ("iteration", "best", "best_iteration")
-
     def __init__(self, cfg: Config):
         self.cfg, self.prompts = cfg, training_prompts(cfg)
         self.device = pick_device(cfg.device)
@@ -1209,14 +1174,12 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.trainable, cfg.lr, weight_decay=cfg.weight_decay)
         self.ema = [p.detach().clone() for p in self.trainable] if cfg.ema else []
         self.iteration, self.best, self.best_iteration = 0, -math.inf, 0
-
     def save(self) -> None:
         state = {"weights": [p.data for p in self.trainable], "ema": self.ema,
                  "optimizer": self.optimizer.state_dict(),
                  "progress": {k: getattr(self, k) for k in self.PROGRESS}}
         if world()[0] == 0:
             save_atomic(state, self.cfg.folder / "last.pt")
-
     def load(self, path: Path) -> None:
         """Go on from a checkpoint; UsageError if the file is not one of this configuration."""
         with explained(f"{path} is not a checkpoint of this run", Exception):
@@ -1226,33 +1189,27 @@ class Run:
                 p.data.copy_(v)
             self.optimizer.load_state_dict(state["optimizer"])
             vars(self).update({k: state["progress"][k] for k in self.PROGRESS})
-
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         return torch.cat([self.policy.decode(x) for x in latents.split(self.cfg.micro_batch)])
-
     def grow_tree(self, key: tuple, slots, prompts: list[str], steps, roots: int = 1) -> Tree:
         """The trees of some prompts; the noise depends on key and slots only."""
         owner = torch.arange(len(prompts)).repeat_interleave(roots)
         return rollout(self.policy, self.policy.encode(prompts), owner, steps,
                        tree_noise(key, slots, self.policy.shape), self.cfg.micro_batch)
-
     def grow(self, iteration: int, slots: list[int], prompts: list[str]):
         """The trees of a training iteration; images and rewards (R, L) of their leaves."""
         steps, key = schedule(self.cfg, iteration), (self.cfg.seed, iteration)
         tree = self.grow_tree(key, slots, prompts, steps, self.cfg.roots)
         images = self.decode(tree.leaves)
         return tree, images, score(self.rewards, images, [prompts[p] for p in tree.prompt])
-
     def sample(self, prompts: list[str], key: tuple, slots: list[int]) -> Tensor:
         """Images of the full ODE sampler."""
         steps = ode_steps(range(self.cfg.steps + 1))
         return self.decode(self.grow_tree(key, slots, prompts, steps).leaves)
-
     def averaged(self):
         """Context in which the policy has the weights that are evaluated and exported."""
         return swapped(self.trainable, self.ema or [p.data for p in self.trainable])
-
     def measure(self) -> dict:
         """Mean reward of the full ODE sampler on fixed prompts and noise; exports the best."""
         rank, size = world()
@@ -1267,14 +1224,12 @@ class Run:
                 if rank == 0:
                     self.policy.export(self.cfg.folder / "best")
         return {"eval": mean, "best": self.best}
-
     def mark(self) -> dict:
         """Clock, count of denoiser evaluations, peak memory in GiB so far."""
         peak = (torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else
                 resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         return {"seconds": time.perf_counter(), "evaluations": self.policy.evaluations,
                 "memory": peak / 2**30}
-
     def train_iteration(self) -> dict:
         """Grow, reward, back up, update -> what the log says of it (the README explains it)."""
         import evaluate
@@ -1335,7 +1290,6 @@ def train(cfg: Config) -> Run:
         if leader:
             print(evaluate.plan(cfg, math.prod(run.policy.shape)), flush=True)
             start_files(run)
-
         def handler(*_):  # the first signal stops after this iteration, the second at once
             os._exit(130) if stop else stop.append(True)
         old = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -1358,7 +1312,6 @@ def loop(run: Run, stop: list) -> None:
     from tqdm import tqdm
     cfg, leader, failed = run.cfg, world()[0] == 0, 0
     track = load_function("--track", cfg.track) if cfg.track and leader else None
-
     def write(log: dict) -> None:
         log = {"iteration": run.iteration} | log
         if leader:
@@ -1366,7 +1319,6 @@ def loop(run: Run, stop: list) -> None:
                 f.write(json.dumps(log) + "\n")
         if track:
             track(log)
-
     def attempt(function) -> dict:
         try:
             return function()
@@ -1374,7 +1326,7 @@ def loop(run: Run, stop: list) -> None:
             message = f"{e} (iteration {run.iteration}, seed {cfg.seed})"
             tqdm.write(f"skipped: {message}", file=sys.stderr)
             return {"skipped": message}
-    if run.iteration == 0:
+    if run.best == -math.inf:  # not evaluated yet
         write(run.measure())
         run.save()
     with tqdm(total=cfg.iterations, initial=run.iteration, disable=not leader, unit="it") as bar:
