@@ -58,10 +58,13 @@ from torch import Tensor, nn
 
 class UsageError(Exception):
     """A mistake of the user's: printed as one line, exit code 2."""
+
 class NumericalError(Exception):
     """A value that is not finite: the update is skipped; three in a row stop the run."""
+
 class RewardError(Exception):
     """A reward function that raised, or did not return one float per image."""
+
 def require(ok: bool, message: str, error: type[Exception] = UsageError) -> None:
     if not ok:
         raise error(message)
@@ -215,10 +218,9 @@ def check_config(cfg: Config) -> None:
     allow(cfg.clip_min <= cfg.clip_max, "clip-min", cfg.clip_min, f"0 to --clip-max {cfg.clip_max}")
     pick_device(cfg.device)
     training_prompts(cfg)
-    for name in (n for n, _ in map(parse_reward, cfg.reward) if ":" in n):
-        load_function("--reward", name)
-    if cfg.track:
-        load_function("--track", cfg.track)
+    functions = [("--reward", name) for name, _ in map(parse_reward, cfg.reward) if ":" in name]
+    for flag, name in functions + [("--track", cfg.track)] * bool(cfg.track):
+        load_function(flag, name)
     if family(cfg.model) in REPOSITORIES and not cfg.plan:
         FAMILIES[family(cfg.model)][0].latent_shape(cfg)
 
@@ -269,9 +271,7 @@ def ode_steps(points) -> list[Step]:
     return [Step(i, j) for i, j in zip(points, points[1:], strict=False)]
 
 def nfe(steps: list[Step], roots: int = 1, inner_epochs: int = 1, kl: bool = False):
-    """Denoiser evaluations per prompt, (to sample, to train), each double under guidance.
-    All children of a node share one. With `kl`, training evaluates the reference as well.
-    """
+    """Denoiser evaluations per prompt (to sample, to train); double under guidance."""
     nodes, sample, train = roots, 0, 0
     for step in steps:
         sample, train = sample + nodes, train + nodes * step.train
@@ -380,9 +380,7 @@ def node_batches(nodes: int, parent: Tensor, micro_batch: int):
         yield slice(start, stop), edges, parent[edges] - start
 
 def tree_noise(key: tuple, slots: list[int], shape: tuple):
-    """draw(level, sorted prompt index (N,)) -> noise (N, *shape), one stream per key, slot, level.
-    Drawn on the CPU: micro-batch, device and number of processes do not change it.
-    """
+    """draw(level, sorted prompt index (N,)) -> noise (N, *shape), the same on every machine."""
     def draw(level: int, prompt: Tensor) -> Tensor:
         blocks = []
         for p in prompt.unique().tolist():
@@ -512,7 +510,7 @@ def clip_range(cfg: Config, adv: Tensor, dims: int):
     return (cfg.clip_min + width if cfg.clip_max else cfg.clip) / math.sqrt(dims)
 
 def edge_weights(tree: Tree, cfg: Config) -> list[Tensor]:
-    """Weight of each edge's loss -> per level (E,); divided by its total over all processes.
+    """Weight of each edge's loss, over the total of all processes -> per level (E,).
     edges: alike; layer: an edge's number of leaves; sum: alike, total = number of prompts.
     """
     share, out = torch.ones(len(tree.leaves)), []
@@ -596,19 +594,13 @@ def update(policy, tree: Tree, adv, leaf_adv, cond, cfg: Config, optimizer) -> l
     return log
 
 # ==== 7. Many processes (torchrun): every rank grows the trees of its own prompts ===============
-@contextlib.contextmanager
-def process_group():
-    """Join the processes that torchrun started, each with its own GPU."""
-    started = "LOCAL_RANK" in os.environ and not torch.distributed.is_initialized()
-    if started:
+def join_processes(ends: contextlib.ExitStack) -> None:
+    """Join the processes that torchrun started, each with its own GPU, until `ends` closes."""
+    if "LOCAL_RANK" in os.environ and not torch.distributed.is_initialized():
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group()
-    try:
-        yield
-    finally:
-        if started:
-            torch.distributed.destroy_process_group()
+        ends.callback(torch.distributed.destroy_process_group)
 
 def world() -> tuple[int, int]:
     """(rank, number of processes)."""
@@ -846,12 +838,10 @@ def model_config(model: str, file: str = "model_index.json") -> dict:
         return json.loads(Path(path).read_text())
 
 def load_pipeline(cfg: Config, core: str):
-    """Pipeline on the CPU: VAE and fully trained weights in float32, the rest in cfg.dtype.
-    Left out are the safety checker, and the T5 of SD3 where it is not there.
-    """
+    """Pipeline on the CPU: VAE and weights that are trained in float32, the rest in cfg.dtype."""
     from diffusers import DiffusionPipeline
     source, dtype = REPOSITORIES.get(cfg.model, cfg.model), DTYPES[cfg.dtype]
-    skip = {"safety_checker", "feature_extractor", "image_encoder"}
+    skip = {"safety_checker", "feature_extractor", "image_encoder"}  # and the T5 if not there
     if Path(source).is_dir() and not Path(source, "text_encoder_3").is_dir():
         skip |= {"text_encoder_3", "tokenizer_3"}
     parts = model_config(cfg.model).items()
@@ -1282,27 +1272,26 @@ def start_files(run: Run) -> None:
 def train(cfg: Config) -> Run:
     """Train from `cfg`, or continue `cfg.resume`; all it writes lies in `cfg.folder`."""
     import evaluate
-    leader, stop = world()[0] == 0, []
-    with open_folder(cfg) if leader else contextlib.nullcontext():
+    stop = []
+
+    def handler(*_):  # the first signal stops after this iteration, the second at once
+        os._exit(130) if stop else stop.append(True)
+    with contextlib.ExitStack() as ends:
+        join_processes(ends)
+        leader = world()[0] == 0
+        if leader:
+            ends.enter_context(open_folder(cfg))
         run = Run(cfg)
         if cfg.resume:
             run.load(cfg.folder / "last.pt")
         if leader:
             print(evaluate.plan(cfg, math.prod(run.policy.shape)), flush=True)
             start_files(run)
-        def handler(*_):  # the first signal stops after this iteration, the second at once
-            os._exit(130) if stop else stop.append(True)
-        old = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            loop(run, stop)
-        except RewardError:  # raised before the update: the state is that of the last iteration
-            run.save()
-            raise
-        finally:
-            for s, previous in old.items():
-                signal.signal(s, previous)
-        if leader and not stop:
-            evaluate.draw_run(run)
+        for s in (signal.SIGINT, signal.SIGTERM):
+            ends.callback(signal.signal, s, signal.signal(s, handler))
+        loop(run, stop)
+    if leader and not stop:
+        evaluate.draw_run(run)
     return run
 
 BAR = {"reward": "reward", "best eval": "best", "|rho-1|": "ratio_max/0", "clip": "clip_high/0"}
@@ -1322,6 +1311,9 @@ def loop(run: Run, stop: list) -> None:
     def attempt(function) -> dict:
         try:
             return function()
+        except RewardError:  # raised before the update: the state is that of the last iteration
+            run.save()
+            raise
         except NumericalError as e:
             message = f"{e} (iteration {run.iteration}, seed {cfg.seed})"
             tqdm.write(f"skipped: {message}", file=sys.stderr)
@@ -1413,8 +1405,7 @@ def main(argv: list[str] | None = None) -> int:
             import evaluate
             print(evaluate.plan(cfg))
             return 0
-        with process_group():
-            train(cfg)
+        train(cfg)
         return 0
     except (UsageError, RewardError, NumericalError, OSError) as e:
         print(f"treegrpo: {e}", file=sys.stderr)
