@@ -274,8 +274,7 @@ def nfe(steps: list[Step], roots: int = 1, inner_epochs: int = 1, kl: bool = Fal
     """Denoiser evaluations per prompt (to sample, to train); double under guidance."""
     nodes, sample, train = roots, 0, 0
     for step in steps:
-        sample, train = sample + nodes, train + nodes * step.train
-        nodes *= step.children
+        sample, train, nodes = sample + nodes, train + nodes * step.train, nodes * step.children
     return sample, train * inner_epochs * (2 if kl else 1)
 
 def forward_equivalents(steps: list[Step], cfg: Config) -> int:
@@ -1147,6 +1146,7 @@ LR_SCHEDULES = {"constant": lambda t: 1.0, "linear": lambda t: 1 - t,  # t from 
                 "cosine": lambda t: 0.5 + 0.5 * math.cos(math.pi * t)}
 
 def pick_device(name: str) -> torch.device:
+    """auto: the GPU, if there is one."""
     gpus = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
     known = ["cpu", *["mps"] * torch.backends.mps.is_available(), *["cuda"] * bool(gpus), *gpus]
     allow(name in ("auto", *known), "device", name, ["auto", *known])
@@ -1289,7 +1289,11 @@ def train(cfg: Config) -> Run:
             start_files(run)
         for s in (signal.SIGINT, signal.SIGTERM):
             ends.callback(signal.signal, s, signal.signal(s, handler))
-        loop(run, stop)
+        try:
+            loop(run, stop)
+        except RewardError:  # raised before the update: the state is that of the last iteration
+            run.save()
+            raise
     if leader and not stop:
         evaluate.draw_run(run)
     return run
@@ -1311,9 +1315,6 @@ def loop(run: Run, stop: list) -> None:
     def attempt(function) -> dict:
         try:
             return function()
-        except RewardError:  # raised before the update: the state is that of the last iteration
-            run.save()
-            raise
         except NumericalError as e:
             message = f"{e} (iteration {run.iteration}, seed {cfg.seed})"
             tqdm.write(f"skipped: {message}", file=sys.stderr)
@@ -1339,7 +1340,7 @@ def loop(run: Run, stop: list) -> None:
 
 # ==== 12. Command line ==========================================================================
 class Parser(argparse.ArgumentParser):
-    def error(self, message):  # argument --lr: invalid float value: 'x' -> --lr x: must be a float
+    def error(self, message):  # "argument --lr: invalid float value: 'x'" and the like
         message = re.sub(r": invalid (\w+) value: '(.*)'", r" \2: must be a \1", message)
         raise UsageError(message.removeprefix("argument ").replace("a int", "an int"))
 
@@ -1404,8 +1405,8 @@ def main(argv: list[str] | None = None) -> int:
         if cfg.plan:
             import evaluate
             print(evaluate.plan(cfg))
-            return 0
-        train(cfg)
+        else:
+            train(cfg)
         return 0
     except (UsageError, RewardError, NumericalError, OSError) as e:
         print(f"treegrpo: {e}", file=sys.stderr)
