@@ -1103,7 +1103,8 @@ def read_prompts(path: str) -> list[str]:
             if line.strip():
                 text = json.loads(line)["prompt"] if path.endswith(".jsonl") else line
                 prompts.append(text.strip())
-    require(prompts and all(prompts), f"{where}: holds {'an empty' if prompts else 'no'} prompt")
+                require(prompts[-1], f"{where}: line {n} holds an empty prompt")
+    require(prompts, f"{where}: holds no prompt")
     return prompts
 
 def training_prompts(cfg: Config) -> list[str]:
