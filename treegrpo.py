@@ -130,8 +130,7 @@ class Config:
     # credit
     group: str = opt("prompt", "leaves compared with each other", choices=("prompt", "root"))
     backup: str = opt("mean", "weights: equal, or by probability", choices=("mean", "prob"))
-    sibling_norm: str = opt("center", "an edge's advantage among its siblings",
-                            choices=("center", "std", "none", "depth"))
+    sibling_norm: str = opt("center", "among siblings", choices=("center", "std", "none", "depth"))
     adv_clip: float = opt(5.0, "advantages are clipped to +- this", above=0)
     # the update
     clip: float = opt(0.0256, "the ratio is clipped at 1 +- clip / sqrt(D)", above=0)
@@ -173,21 +172,18 @@ PRESETS = {  # what the published methods do differently, as rows of one table (
     "treegrpo": {},
     "treegrpo-paper": {"sibling_norm": "none", "backup": "prob", "loss_reduce": "sum"},
     "treegrpo-fast": {"tail_steps": 2, "inner_epochs": 2},
-    "dynamic-treerpo": {"branch": (2,), "depth": 4, "window_mode": "sliding",
-                        "noise_growth": 0.5, "clip_min": 0.0128, "clip_max": 0.0512,
-                        "inner_epochs": 2, "sft": 0.1},
+    "dynamic-treerpo": {"branch": (2,), "depth": 4, "window_mode": "sliding", "noise_growth": 0.5,
+                        "clip_min": 0.0128, "clip_max": 0.0512, "inner_epochs": 2, "sft": 0.1},
     "flow-grpo": FLAT | {"roots": 24, "kl": 0.04},
     "dancegrpo": FLAT | {"branch": (12, 1), "sde": "dance", "noise_level": 0.3,
                          "train_fraction": 0.6},
     "mixgrpo": {"branch": (12, 1), "depth": 4, "window_mode": "sliding", "window_every": 25,
                 "sibling_norm": "none"},
-    "branchgrpo": FLAT | {"branch": (2, 1, 1, 2, 1, 1, 2, 1, 1, 2, 1), "steps": 20,
-                          "sde": "dance", "noise_level": 0.3, "sibling_norm": "depth",
-                          "clip": 0.256},
+    "branchgrpo": FLAT | {"branch": (2, 1, 1, 2, 1, 1, 2, 1, 1, 2, 1), "steps": 20, "sde": "dance",
+                          "noise_level": 0.3, "sibling_norm": "depth", "clip": 0.256},
     "tempflow-grpo": {"roots": 4, "branch": (6,), "depth": 1, "group": "root",
                       "step_weight": "std", "sibling_norm": "none"},
-    "ddpo": FLAT | {"roots": 24, "noise_level": 1.0},
-}
+    "ddpo": FLAT | {"roots": 24, "noise_level": 1.0}}
 
 def check_range(name: str, value, limits) -> None:
     """One line for a value outside the limits given to `opt`."""
@@ -990,12 +986,10 @@ class FluxPolicy(SD3Policy):
 REAL = {"resolution": 512, "reward": ("hpsv2",), "dtype": "bf16", "eval_images": 64, "lr": 3e-4}
 FULL_LR = 1e-5  # TreeGRPO, DanceGRPO, MixGRPO: all weights. 3e-4: DDPO, Flow-GRPO, LoRA
 FAMILIES = {  # class of the policy, and the defaults of flags that depend on the model
-    "tiny": (TinyPolicy, {}),
-    "tiny-ddpm": (TinyPolicy, {}),
+    "tiny": (TinyPolicy, {}), "tiny-ddpm": (TinyPolicy, {}),
     "sd15": (SDPolicy, REAL | {"guidance": 5.0, "micro_batch": 8}),  # guidance: DDPO
     "sd3": (SD3Policy, REAL | {"guidance": 4.5, "micro_batch": 4}),  # TreeGRPO, Flow-GRPO
-    "flux": (FluxPolicy, REAL | {"guidance": 3.5, "micro_batch": 2}),  # DanceGRPO, MixGRPO
-}
+    "flux": (FluxPolicy, REAL | {"guidance": 3.5, "micro_batch": 2})}  # DanceGRPO, MixGRPO
 
 def family(model: str) -> str:
     """Row of FAMILIES: by name, else by the class in the pipeline's model_index.json."""
@@ -1249,7 +1243,7 @@ def open_folder(cfg: Config):
     folder, where = cfg.folder, f"--out {cfg.folder}"
     require(cfg.resume or cfg.overwrite or not (folder / "config.json").exists(), f"{where}: holds "
             f"a run; go on with --resume {folder}, replace it with --overwrite, or name another")
-    with explained(where, OSError), explained(f"{where}: another run is there", BlockingIOError):
+    with explained(where, OSError), explained(f"{where}: another run is writing", BlockingIOError):
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "w")  # noqa: SIM115
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, at the latest
