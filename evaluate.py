@@ -42,11 +42,13 @@ def plan(cfg, dims: int | None = None) -> str:
     sample = " ".join(str(T.nfe(s, cfg.roots)[0]) for s in steps)
     train = T.nfe(steps[0], cfg.roots, cfg.inner_epochs, cfg.kl > 0)[1]
     leaves = cfg.roots * math.prod(s.children for s in steps[0])
+    doubled = cfg.guidance > 1 and T.family(cfg.model) != "flux"  # FLUX: guidance is an input
+    double = " (x 2 for guidance)" if doubled else ""
     text = (f"{cfg.method} on {cfg.model}: {cfg.steps} steps, {cfg.window_mode} window of "
             f"{cfg.window}, k {'-'.join(map(str, cfg.branch))}, roots {cfg.roots}, "
             f"{cfg.prompts_per_iteration} prompts per iteration\n"
             f"  per prompt: {leaves} leaves, {T.nfe(steps[0], cfg.roots)[1]} trained nodes\n"
-            f"  denoiser evaluations{' (x 2 for guidance)' if cfg.guidance > 1 else ''}: "
+            f"  denoiser evaluations{double}: "
             f"{sample} to sample (by window start), {train} to train\n"
             f"  flat GRPO with {leaves} leaves: {leaves * cfg.steps} to sample, "
             f"{leaves * (cfg.steps - 1)} to train")
@@ -498,6 +500,16 @@ SCORERS = {"jpeg": functools.partial(jpeg_reward, -1),  # compressible
            "pickscore": functools.partial(clip_reward, "pickscore"),
            "aesthetic": aesthetic_metric, "imagereward": imagereward_metric}
 SCORERS = {name: functools.partial(scorer, make, name) for name, make in SCORERS.items()}
+
+PROMPTS = [  # for a first run of a real model: subjects, counts, colours, places, styles, lettering
+    "a lighthouse on a cliff in a thunderstorm, oil painting", "a fox asleep in snow at sunrise",
+    "three red apples beside a blue teapot", "an old fisherman mending a net, portrait photo",
+    "a glass greenhouse full of ferns, morning mist", "a black bicycle leaning on a yellow wall",
+    "two astronauts playing chess on the moon", "a bowl of ramen with a soft egg, seen from above",
+    "a shop window with a sign that says OPEN", "a paper boat drifting down a flooded street",
+    "a stone bridge over a mountain stream in autumn", "a marble statue of an owl in headphones",
+    "a market square at night lit by lanterns, watercolour", "a green parrot on a stack of books",
+    "an empty railway station in fog, black and white photo", "a castle made of ice at midnight"]
 
 # ==== 3. Measures: fn(images (B, 3, H, W) in [0, 1], prompts) -> (B,), as rewards are ===========
 INK = 0.55  # the tiny world's paper is 0.97 in every channel; each of its inks is below 0.27 in one

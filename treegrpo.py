@@ -43,9 +43,9 @@ import hashlib
 import importlib
 import json
 import math
-import operator
 import os
 import random
+import re
 import resource
 import signal
 import sys
@@ -65,8 +65,30 @@ class NumericalError(Exception):
 class RewardError(Exception):
     """A reward function that raised, or did not return one float per image."""
 
-# ==== 1. Configuration: one frozen dataclass, from which the command line is made ==============
+def require(ok: bool, message: str, error: type[Exception] = UsageError) -> None:
+    if not ok:
+        raise error(message)
 
+def allow(ok: bool, name: str, value, allowed) -> None:
+    """UsageError about the value of a flag, unless ok; allowed: a text, or several names."""
+    if not ok:
+        names = [] if isinstance(allowed, str) else list(allowed)
+        raise UsageError(f"--{name.replace('_', '-')} {value}: allowed are "
+                         f"{', '.join(names) or allowed}{nearest(str(value), names)}")
+
+def nearest(value: str, allowed) -> str:
+    close = difflib.get_close_matches(value, list(allowed), 1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+@contextlib.contextmanager
+def explained(what: str, *kinds: type[Exception], error: type[Exception] = UsageError):
+    """Context in which errors of some kinds become one line that says what went wrong."""
+    try:
+        yield
+    except kinds as e:
+        raise error(f"{what}: {(str(e).splitlines() or [''])[0]} ({type(e).__name__})") from None
+
+# ==== 1. Configuration: one frozen dataclass, from which the command line is made ===============
 def opt(default, help, *, lo=None, hi=None, above=None, choices=None):
     """A field of Config with its help line and limits: lo <= value <= hi, value > above."""
     limits = {"help": help, "lo": lo, "hi": hi, "above": above, "choices": choices}
@@ -89,7 +111,7 @@ class Config:
     device: str = opt("auto", "auto, cpu, cuda, cuda:N or mps")
     dtype: str = opt("fp32", "precision of frozen weights", choices=("fp32", "bf16", "fp16"))
     # the sampler
-    steps: int = opt(10, "denoising steps T", lo=2, hi=999)
+    steps: int = opt(10, "denoising steps T", lo=2)
     resolution: int = opt(16, "image side in pixels", lo=8)
     guidance: float = opt(1.0, "classifier-free guidance, in sampling and training", lo=1.0)
     sde: str = opt("flow", "SDE of flow models; others: DDIM", choices=("flow", "cps", "dance"))
@@ -108,8 +130,7 @@ class Config:
     # credit
     group: str = opt("prompt", "leaves compared with each other", choices=("prompt", "root"))
     backup: str = opt("mean", "weights: equal, or by probability", choices=("mean", "prob"))
-    sibling_norm: str = opt("center", "an edge's advantage among its siblings",
-                            choices=("center", "std", "none", "depth"))
+    sibling_norm: str = opt("center", "among siblings", choices=("center", "std", "none", "depth"))
     adv_clip: float = opt(5.0, "advantages are clipped to +- this", above=0)
     # the update
     clip: float = opt(0.0256, "the ratio is clipped at 1 +- clip / sqrt(D)", above=0)
@@ -141,8 +162,7 @@ class Config:
     plan: bool = opt(False, "print what the run would do and cost, and stop")
 
     @property
-    def window(self) -> int:
-        """Window length w, with depth = 0 resolved."""
+    def window(self) -> int:  # its length w
         return self.depth or self.steps - 1
 
     @property
@@ -154,58 +174,38 @@ PRESETS = {  # what the published methods do differently, as rows of one table (
     "treegrpo": {},
     "treegrpo-paper": {"sibling_norm": "none", "backup": "prob", "loss_reduce": "sum"},
     "treegrpo-fast": {"tail_steps": 2, "inner_epochs": 2},
-    "dynamic-treerpo": {"branch": (2,), "depth": 4, "window_mode": "sliding",
-                        "noise_growth": 0.5, "clip_min": 0.0128, "clip_max": 0.0512,
-                        "inner_epochs": 2, "sft": 0.1},
+    "dynamic-treerpo": {"branch": (2,), "depth": 4, "window_mode": "sliding", "noise_growth": 0.5,
+                        "clip_min": 0.0128, "clip_max": 0.0512, "inner_epochs": 2, "sft": 0.1},
     "flow-grpo": FLAT | {"roots": 24, "kl": 0.04},
     "dancegrpo": FLAT | {"branch": (12, 1), "sde": "dance", "noise_level": 0.3,
                          "train_fraction": 0.6},
     "mixgrpo": {"branch": (12, 1), "depth": 4, "window_mode": "sliding", "window_every": 25,
                 "sibling_norm": "none"},
-    "branchgrpo": FLAT | {"branch": (2, 1, 1, 2, 1, 1, 2, 1, 1, 2, 1), "steps": 20,
-                          "sde": "dance", "noise_level": 0.3, "sibling_norm": "depth",
-                          "clip": 0.256},
+    "branchgrpo": FLAT | {"branch": (2, 1, 1, 2, 1, 1, 2, 1, 1, 2, 1), "steps": 20, "sde": "dance",
+                          "noise_level": 0.3, "sibling_norm": "depth", "clip": 0.256},
     "tempflow-grpo": {"roots": 4, "branch": (6,), "depth": 1, "group": "root",
                       "step_weight": "std", "sibling_norm": "none"},
-    "ddpo": FLAT | {"roots": 24, "noise_level": 1.0},
-}
-
-def require(ok: bool, message: str) -> None:
-    if not ok:
-        raise UsageError(message)
-
-def nearest(value: str, allowed) -> str:
-    close = difflib.get_close_matches(value, list(allowed), 1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    "ddpo": FLAT | {"roots": 24, "noise_level": 1.0}}
 
 def check_range(name: str, value, limits) -> None:
     """One line for a value outside the limits given to `opt`."""
-    flag, choices = "--" + name.replace("_", "-"), limits["choices"] or ()
-    tests = [(limits[k], sign, good) for k, sign, good in
-             (("above", ">", operator.gt), ("lo", ">=", operator.ge), ("hi", "<=", operator.le))]
-    tests = [t for t in tests if t[0] is not None]
-    allowed = " and ".join(f"{sign} {limit}" for limit, sign, _ in tests)
+    lo, hi, above, choices = (limits[k] for k in ("lo", "hi", "above", "choices"))
+    bounds = ((">", above), (">=", lo), ("<=", hi))
+    text = " and ".join(f"{sign} {limit}" for sign, limit in bounds if limit is not None)
     for v in value if isinstance(value, tuple) else (value,):
-        require(not choices or v in choices,
-                f"{flag} {v}: allowed are {', '.join(choices)}{nearest(str(v), choices)}")
-        require(not tests or math.isfinite(v) and all(good(v, limit) for limit, _, good in tests),
-                f"{flag} {v}: must be finite and {allowed}")
+        require(v not in (math.inf, -math.inf), f"--{name.replace('_', '-')} {v}: must be finite")
+        allow(not choices or v in choices, name, v, choices or ())
+        ok = (above is None or v > above) and (lo is None or v >= lo) and (hi is None or v <= hi)
+        require(ok, f"--{name.replace('_', '-')} {v}: must be {text}")  # NaN is neither
 
 def check_config(cfg: Config) -> None:
     """Refuse what cannot work, before any model is loaded."""
     for f in dataclasses.fields(cfg):
         check_range(f.name, getattr(cfg, f.name), f.metadata)
-    gpus = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
-    devices = ["auto", "cpu", *["cuda"][:len(gpus)], *gpus,
-               *["mps"][:torch.backends.mps.is_available()]]
-    require(cfg.device in devices, f"--device {cfg.device}: available are {', '.join(devices)}")
     T, w, branch = cfg.steps, cfg.window, " ".join(map(str, cfg.branch))
-    require(w < T, f"--depth {w}: the window ends before the last of {T} steps; "
-            f"allowed are 0 to {T - 1}")
-    require(cfg.window_start < T - w, f"--window-start {cfg.window_start}: a window of {w} in {T} "
-            f"steps starts at 0 to {T - w - 1}")
-    require(len(cfg.branch) <= w, f"--branch {branch}: allowed are 1 to {w} values, one per step "
-            "of the window")
+    allow(w < T, "depth", w, f"0 to {T - 1}, as the last step has no noise")
+    allow(cfg.window_start < T - w, "window-start", cfg.window_start, f"0 to {T - w - 1}")
+    allow(len(cfg.branch) <= w, "branch", branch, f"1 to {w} values (--depth)")
     steps = schedule(cfg, 0)
     leaves = math.prod(s.children for s in steps) * (cfg.roots if cfg.group == "prompt" else 1)
     require(leaves > 1, f"--branch {branch} with --roots {cfg.roots} --group {cfg.group}: a group "
@@ -213,18 +213,19 @@ def check_config(cfg: Config) -> None:
     sde, most = "ddim" if is_ddim(cfg.model) else cfg.sde, max(s.noise for s in steps)
     require(sde in ("flow", "dance") or most < 1 + 1e-9, f"--noise-level {cfg.noise_level} with "
             f"--noise-growth {cfg.noise_growth}: reaches {most:.3g}; {sde} allows at most 1")
-    require(cfg.clip_min <= cfg.clip_max, f"--clip-min {cfg.clip_min}: must be <= --clip-max "
-            f"{cfg.clip_max}")
+    allow(cfg.clip_min <= cfg.clip_max, "clip-min", cfg.clip_min, f"0 to --clip-max {cfg.clip_max}")
+    pick_device(cfg.device)
     training_prompts(cfg)
+    functions = [("--reward", name) for name, _ in map(parse_reward, cfg.reward) if ":" in name]
+    for flag, name in functions + [("--track", cfg.track)] * bool(cfg.track):
+        load_function(flag, name)
     if family(cfg.model) in REPOSITORIES and not cfg.plan:
         FAMILIES[family(cfg.model)][0].latent_shape(cfg)
 
-# ==== 2. Schedule: one list of steps expresses every method ====================================
-
+# ==== 2. Schedule: one list of steps expresses every method =====================================
 @dataclasses.dataclass(frozen=True)
 class Step:
     """A denoising step from grid point i to grid point j > i."""
-
     i: int
     j: int
     children: int = 1  # k, samples drawn per node
@@ -268,14 +269,10 @@ def ode_steps(points) -> list[Step]:
     return [Step(i, j) for i, j in zip(points, points[1:], strict=False)]
 
 def nfe(steps: list[Step], roots: int = 1, inner_epochs: int = 1, kl: bool = False):
-    """Denoiser evaluations per prompt: (to sample, to train), each double under guidance.
-
-    All children of a node share one. With `kl`, training evaluates the reference as well.
-    """
+    """Denoiser evaluations per prompt (to sample, to train); double under guidance."""
     nodes, sample, train = roots, 0, 0
     for step in steps:
-        sample, train = sample + nodes, train + nodes * step.train
-        nodes *= step.children
+        sample, train, nodes = sample + nodes, train + nodes * step.train, nodes * step.children
     return sample, train * inner_epochs * (2 if kl else 1)
 
 def forward_equivalents(steps: list[Step], cfg: Config) -> int:
@@ -292,10 +289,8 @@ def scalars(x: Tensor, *values) -> list[Tensor]:
 
 def flow_sde_step(x, v, sigma, sigma_next, noise_level, sigma_cap) -> tuple[Tensor, Tensor]:
     """SDE with the marginals of the flow ODE; noise_level 0 is the Euler step exactly.
-
     x, v (N, ...), sigma > sigma_next -> mean (N, ...), std (). sigma_cap is the grid's second
-    sigma: it removes the singularity of the rate a sqrt(sigma / (1 - sigma)) at sigma = 1.
-    Source: Flow-GRPO (arXiv 2505.05470).
+    sigma: it removes the singularity of the rate at sigma = 1. Flow-GRPO (arXiv 2505.05470).
     """
     sigma, sigma_next, a, cap = scalars(x, sigma, sigma_next, noise_level, sigma_cap)
     dt = sigma_next - sigma  # < 0
@@ -314,7 +309,6 @@ def dance_sde_step(x, v, sigma, sigma_next, eta) -> tuple[Tensor, Tensor]:
 
 def cps_step(x, v, sigma, sigma_next, noise_level) -> tuple[Tensor, Tensor]:
     """Coefficients-preserving sampling: part of the next noise is drawn anew; noise_level <= 1.
-
     Exact on a point mass. The std does not shrink with the step, so the marginals of a denoiser
     that predicts posterior means come out too narrow at any T. Source: arXiv 2509.05952.
     """
@@ -332,7 +326,6 @@ def ddim_step(x, eps, alpha, alpha_next, eta) -> tuple[Tensor, Tensor]:
 
 def gaussian_log_prob(sample, mean, std, reduce: str = "mean") -> Tensor:
     """log N(sample; mean, std^2) -> (N,): its *mean* over the D dimensions, or their sum.
-
     The mean is the field's convention. The ratio formed from it is the D-th root of the true
     one, which is why clip ranges are tiny and scale as 1 / sqrt(D).
     """
@@ -344,16 +337,11 @@ def gaussian_kl(mean, mean_ref, std) -> Tensor:
     return ((mean - mean_ref) ** 2).flatten(1).mean(1) / (2 * std**2)
 
 # ==== 4. Tree and rollout =======================================================================
-
 @dataclasses.dataclass
 class Level:
-    """One stochastic step of all prompts: N nodes, E edges. Node n descends from edge n above.
-
-    All that an edge needs to be scored again, float32 on the CPU.
-    """
-
+    """One stochastic step of all prompts: N nodes, E edges, all float32 on the CPU."""
     step: Step
-    x: Tensor  # (N, C, H, W) latents where the step starts
+    x: Tensor  # (N, C, H, W) latents where the step starts; node n hangs from edge n above
     pred: Tensor  # (N, C, H, W) the network's output there, in the rollout
     prompt: Tensor  # (N,) index of the prompt
     parent: Tensor  # (E,) the node an edge leaves
@@ -364,9 +352,8 @@ class Level:
 @dataclasses.dataclass
 class Tree:
     """The trees of all prompts. They may be irregular, and siblings need not be adjacent."""
-
     levels: list[Level]
-    leaves: Tensor  # (L, C, H, W) final latents; leaf n descends from edge n of the last level
+    leaves: Tensor  # (L, C, H, W) final latents; leaf n hangs from edge n of the last level
     prompt: Tensor  # (L,) prompt of each leaf
     root: Tensor  # (L,) root of each leaf
 
@@ -393,16 +380,12 @@ def node_batches(nodes: int, parent: Tensor, micro_batch: int):
         yield slice(start, stop), edges, parent[edges] - start
 
 def tree_noise(key: tuple, slots: list[int], shape: tuple):
-    """draw(level, sorted prompt index (N,)) -> noise (N, *shape), one stream per key, slot, level.
-
-    Drawn on the CPU: micro-batch, device and number of processes do not change it.
-    """
+    """draw(level, sorted prompt index (N,)) -> noise (N, *shape), the same on every machine."""
     def draw(level: int, prompt: Tensor) -> Tensor:
         blocks = []
-        for p, n in zip(*(t.tolist() for t in prompt.unique_consecutive(return_counts=True)),
-                        strict=True):
+        for p in prompt.unique().tolist():
             g = torch.Generator().manual_seed(stream(*key, slots[p], level).getrandbits(63))
-            blocks.append(torch.randn(n, *shape, generator=g))
+            blocks.append(torch.randn(int((prompt == p).sum()), *shape, generator=g))
         return torch.cat(blocks)
     return draw
 
@@ -415,7 +398,6 @@ def transition(policy, x, prompt, step: Step, cond) -> tuple[Tensor, Tensor, Ten
 @torch.no_grad()
 def rollout(policy, cond, prompt: Tensor, steps: list[Step], draw, micro_batch: int) -> Tree:
     """Grow the trees of all prompts, level by level; with ODE steps only, a plain sampler.
-
     cond: dict of tensors (P, ...); prompt (R,): prompt of each root, sorted; draw: `tree_noise`.
     """
     x, root, levels = draw(0, prompt), torch.arange(len(prompt)), []
@@ -425,11 +407,11 @@ def rollout(policy, cond, prompt: Tensor, steps: list[Step], draw, micro_batch: 
         preds, samples, log_probs = [], [], []
         for nodes, edges, local in node_batches(len(x), parent, micro_batch):
             pred, mean, std = transition(policy, x[nodes], prompt[nodes], step, cond)
-            check_finite("denoiser output", pred, step.i)
+            check_finite(f"denoiser output at step {step.i}", pred)
             sample = mean[local]
             if step.noise:
-                if not std > 0:
-                    raise NumericalError(f"std {std:.3g} at step {step.i}, noise {step.noise}")
+                require(std > 0, f"std {std:.3g} at step {step.i}, noise {step.noise}",
+                        NumericalError)
                 sample = sample + std * noise[edges].to(policy.device)
                 log_probs.append(gaussian_log_prob(sample, mean[local], std).cpu())
             preds.append(pred.cpu())
@@ -441,34 +423,31 @@ def rollout(policy, cond, prompt: Tensor, steps: list[Step], draw, micro_batch: 
         x, prompt, root = samples, prompt[parent], root[parent]
     return Tree(levels, x, prompt, root)
 
-def check_finite(what: str, value: Tensor, step: int | None = None) -> None:
-    if not torch.isfinite(value).all():
-        raise NumericalError(f"{what} is not finite" + ("" if step is None else f" at step {step}"))
+def check_finite(what: str, value: Tensor) -> None:
+    require(value.isfinite().all(), f"{what} is not finite", NumericalError)
 
 # ==== 5. Credit: rewards of leaves -> one advantage per edge. Pure functions of a tree ==========
 MIN_SPREAD = 1e-6  # below this spread a group tells nothing: its advantages are exactly 0
 
 def group_stats(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, population std and size of each value's group; values, groups (n,) -> 3 x (n,)."""
-    dtype, values = values.dtype, values.double()  # else equal rewards of 21.3 have a spread
     zeros = values.new_zeros(int(groups.max()) + 1)
     count = zeros.index_add(0, groups, torch.ones_like(values))
     mean = zeros.index_add(0, groups, values) / count
     var = zeros.index_add(0, groups, (values - mean[groups]) ** 2) / count
-    return tuple(v[groups].to(dtype) for v in (mean, var.sqrt(), count))
+    return mean[groups], var.sqrt()[groups], count[groups]
 
 def leaf_advantages(rewards: Tensor, groups: Tensor, weights=(1.0,)) -> Tensor:
     """(S - mean) / std within each group (eq. 9) -> (L,).
-
     rewards (L,) or (R, L): several are normalised one by one, then weighted and added.
     groups (L,): group index of each leaf; a group of one is refused (ValueError).
     """
-    total = torch.zeros_like(rewards[0] if rewards.ndim == 2 else rewards)
-    for w, r in zip(weights, rewards.reshape(-1, rewards.shape[-1]), strict=True):
+    rewards, total = rewards.reshape(-1, rewards.shape[-1]), 0.0
+    for w, r in zip(weights, rewards, strict=True):
         mean, std, count = group_stats(r, groups)
-        if (count < 2).any():
-            raise ValueError("a group of one leaf has no advantage: 2 or more are needed")
-        total += w * torch.where(std < MIN_SPREAD, 0, (r - mean) / std.clamp(min=MIN_SPREAD))
+        require((count > 1).all(), "a group of one leaf: 2 or more are needed", ValueError)
+        least = MIN_SPREAD * mean.abs().clamp(min=1)  # float32 rounds to about 1e-7 of the mean
+        total = total + w * torch.where(std < least, 0, (r - mean) / std.clamp(min=MIN_SPREAD))
     return total
 
 def child_weights(level: Level, mode: str) -> Tensor:
@@ -490,7 +469,6 @@ def backup(tree: Tree, leaf_adv: Tensor, weights: str = "mean") -> list[Tensor]:
 
 def normalize_siblings(tree: Tree, adv: list[Tensor], mode: str = "center") -> list[Tensor]:
     """Compare each edge with its siblings -> per level (E,).
-
     none    the paper: the backed-up value as it is
     center  A - mean of the other siblings = k/(k-1) (A - mean): unbiased
     std     zero mean, unit population std (at k = 2 only the sign is left)
@@ -514,10 +492,8 @@ def edge_advantages(tree: Tree, rewards: Tensor, cfg: Config, weights=(1.0,)) ->
     return [a.clamp(-cfg.adv_clip, cfg.adv_clip) for a in adv]
 
 # ==== 6. Clipped update =========================================================================
-
 def clipped_surrogate(log_prob, log_prob_old, adv, clip) -> tuple[Tensor, dict[str, Tensor]]:
     """-min(rho A, clip(rho, 1 - clip, 1 + clip) A), rho = exp(log_prob - log_prob_old) (eq. 12).
-
     All (E,); clip a float or one per edge. Returns the loss per edge, and per edge the ratio and
     whether the clip stopped its gradient, on the low or the high side.
     """
@@ -527,19 +503,14 @@ def clipped_surrogate(log_prob, log_prob_old, adv, clip) -> tuple[Tensor, dict[s
                   "clip_high": (ratio > 1 + clip) & (adv > 0)}
 
 def clip_range(cfg: Config, adv: Tensor, dims: int):
-    """Clip range of each edge for latents of `dims` values: constant, or wider if it is better.
-
-    D eq. 11: min + (max - min) sigmoid(eta A), the sigmoid being our choice. Divided by
-    sqrt(dims), as a mean-reduced log-ratio shrinks like that.
+    """Clip range of each edge for latents of `dims` values, which scale it by 1 / sqrt(dims).
+    With clip_max, min + (max - min) sigmoid(eta A) (D eq. 11; the sigmoid is our choice).
     """
-    if not cfg.clip_max:
-        return cfg.clip / math.sqrt(dims)
     width = (cfg.clip_max - cfg.clip_min) * torch.sigmoid(cfg.clip_eta * adv)
-    return (cfg.clip_min + width) / math.sqrt(dims)
+    return (cfg.clip_min + width if cfg.clip_max else cfg.clip) / math.sqrt(dims)
 
 def edge_weights(tree: Tree, cfg: Config) -> list[Tensor]:
-    """Weight of each edge's loss -> per level (E,); divided by its total over all processes.
-
+    """Weight of each edge's loss, over the total of all processes -> per level (E,).
     edges: alike; layer: an edge's number of leaves; sum: alike, total = number of prompts.
     """
     share, out = torch.ones(len(tree.leaves)), []
@@ -553,11 +524,9 @@ def edge_weights(tree: Tree, cfg: Config) -> list[Tensor]:
 
 def layer_tuning(tree: Tree, leaf_adv: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Per level the node on the best path that each node imitates (N,), and its weight (N,).
-
     LayerTuning (D eq. 13): a prompt's best path ends at its first best leaf, whose advantage is
     the weight (our choice), 0 for the best nodes. The target is the network's output there in the
-    rollout, so no denoiser evaluation is added. The weights give a mean over the other nodes of
-    each trained level, and over these levels.
+    rollout. The weights give a mean over a trained level's other nodes, and over these levels.
     """
     best = [max((tree.prompt == p).nonzero().flatten().tolist(), key=lambda n: leaf_adv[n].item())
             for p in range(int(tree.prompt.max()) + 1)]
@@ -591,7 +560,7 @@ def micro_batch_loss(policy, level: Level, batch, cond, cfg: Config, adv, weight
         target, lead = (t[nodes] for t in tuning)
         gap = ((pred - level.pred[target].to(pred.device)) ** 2).flatten(1).mean(1)
         loss = loss + cfg.sft * (lead.to(gap.device) * gap).sum()
-    check_finite("loss", loss, level.step.i)
+    check_finite(f"loss at step {level.step.i}", loss)
     return loss, stats
 
 LOSS_SCALE = 2.0**12  # keeps fp16 gradients from underflow; a power of two is exact in fp32
@@ -599,11 +568,10 @@ LOSS_SCALE = 2.0**12  # keeps fp16 gradients from underflow; a power of two is e
 def accumulate_gradients(policy, tree: Tree, adv, cond, cfg: Config, weights, tuning):
     """One backward pass per micro-batch of nodes; they add up to LOSS_SCALE x the gradient."""
     parts = []
-    for n, level in enumerate(tree.levels):
+    for level, *targets in zip(tree.levels, adv, weights, tuning, strict=True):
         for batch in node_batches(len(level.x), level.parent, cfg.micro_batch):
             if level.step.train:
-                loss, stats = micro_batch_loss(policy, level, batch, cond, cfg, adv[n], weights[n],
-                                               tuning[n] if cfg.sft else None)
+                loss, stats = micro_batch_loss(policy, level, batch, cond, cfg, *targets)
                 (loss * LOSS_SCALE).backward()
                 parts.append({k: v.detach().float().cpu() for k, v in stats.items()})
     return {k: torch.cat([p[k] for p in parts]) for k in parts[0]}
@@ -611,23 +579,28 @@ def accumulate_gradients(policy, tree: Tree, adv, cond, cfg: Config, weights, tu
 def update(policy, tree: Tree, adv, leaf_adv, cond, cfg: Config, optimizer) -> list[dict]:
     """`inner_epochs` optimiser steps on one rollout -> statistics of each."""
     weights, log = edge_weights(tree, cfg), []
-    tuning = layer_tuning(tree, leaf_adv) if cfg.sft else None
+    tuning = layer_tuning(tree, leaf_adv) if cfg.sft else [None] * len(adv)
     for _ in range(cfg.inner_epochs):
         optimizer.zero_grad(set_to_none=False)
         stats = together(accumulate_gradients, policy, tree, adv, cond, cfg, weights, tuning)
         for p in policy.trainable:
             p.grad = all_sum(torch.zeros_like(p) if p.grad is None else p.grad / LOSS_SCALE)
-        norm = nn.utils.clip_grad_norm_(policy.trainable, cfg.max_grad_norm).item()
-        if not math.isfinite(norm):
-            raise NumericalError("gradient norm is not finite")
+        norm = nn.utils.clip_grad_norm_(policy.trainable, cfg.max_grad_norm)
+        check_finite("gradient norm", norm)
         optimizer.step()
-        off = (stats["ratio"] - 1).abs()
+        off, spread = (stats["ratio"] - 1).abs().max(), stats["ratio"].std(correction=0)
         log.append({k: v.mean().item() for k, v in stats.items()} | {
-            "ratio_std": stats["ratio"].std(correction=0).item(), "ratio_max": off.max().item(),
-            "grad_norm": norm})
+            "ratio_std": spread.item(), "ratio_max": off.item(), "grad_norm": norm.item()})
     return log
 
 # ==== 7. Many processes (torchrun): every rank grows the trees of its own prompts ===============
+def join_processes(ends: contextlib.ExitStack) -> None:
+    """Join the processes that torchrun started, each with its own GPU, until `ends` closes."""
+    if "LOCAL_RANK" in os.environ and not torch.distributed.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group()
+        ends.callback(torch.distributed.destroy_process_group)
 
 def world() -> tuple[int, int]:
     """(rank, number of processes)."""
@@ -654,10 +627,8 @@ def together(function, *args):
     return result
 
 # ==== 8. Models. A policy is what the method needs from a model =================================
-
 class Policy:
     """Protocol and shared parts. A subclass sets
-
     kind       what the network predicts: "flow" (velocity), "eps" or "v"
     grid       (T+1,) float32 from noise to data: sigma for flow, cumulative alpha otherwise
     shape      (C, H, W) of the latents; guided: whether guidance doubles the batch
@@ -667,7 +638,6 @@ class Policy:
     unconditional one first; denoise(x, i, cond) -> network output (N, C, H, W) for latents x at
     grid point i; decode(latents) -> images (B, 3, H, W) in [0, 1]; export, restore (folder).
     """
-
     evaluations = 0  # latents the denoiser has seen, twice under guidance
 
     def predict(self, x: Tensor, i: int, cond: dict[str, Tensor]) -> Tensor:
@@ -725,15 +695,16 @@ BASE = {"width": 96, "blocks": 3, "heads": 4, "patch": 4, "wrong": 0.45, "steps"
 def draw_caption(caption: str) -> Tensor:
     """Clean drawings of a caption at every place -> (4, 3, 16, 16) in [0, 1]."""
     _, colour, shape = caption.split()
-    ink, paper, line = torch.tensor(COLOURS[colour]).view(3, 1, 1), 0.97, torch.arange(16) + 0.5
-    drawings = []
-    for cy, cx in PLACES:
-        y, x = (line - cy)[:, None], (line - cx)[None]
-        far, near = torch.maximum(y.abs(), x.abs()), torch.minimum(y.abs(), x.abs())
-        mask = {"circle": y**2 + x**2 < 30, "square": far < 5, "cross": (near < 1.6) & (far < 5.5),
-                "triangle": (x.abs() < (y + 6) / 2) & (y.abs() < 5.5)}[shape]
-        drawings.append(torch.where(mask, ink, paper))
-    return torch.stack(drawings)
+    line, (cy, cx) = torch.arange(16) + 0.5, torch.tensor(PLACES).mT[:, :, None, None]
+    y, x = line[:, None] - cy, line - cx  # (4, 16, 1), (4, 1, 16)
+    far, near = torch.maximum(y.abs(), x.abs()), torch.minimum(y.abs(), x.abs())
+    mask = {"circle": y**2 + x**2 < 30, "square": far < 5, "cross": (near < 1.6) & (far < 5.5),
+            "triangle": (x.abs() < (y + 6) / 2) & (y.abs() < 5.5)}[shape]
+    return torch.where(mask[:, None], torch.tensor(COLOURS[colour]).view(3, 1, 1), 0.97)
+
+def caption_words(captions: list[str]) -> Tensor:
+    names = [*COLOURS, *SHAPES]
+    return torch.tensor([[names.index(word) for word in c.split()[1:]] for c in captions])
 
 class Block(nn.Module):
     """Transformer block whose normalisation is modulated by the condition (DiT, adaLN-zero)."""
@@ -781,10 +752,6 @@ def ddpm_alphas() -> Tensor:
     betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
     return (1 - betas).cumprod(0).float()
 
-def caption_words(captions: list[str]) -> Tensor:
-    names = [*COLOURS, *SHAPES]
-    return torch.tensor([[names.index(word) for word in c.split()[1:]] for c in captions])
-
 def pretrain(kind: str, net: TinyDiT) -> None:
     """Train the tiny base; 45 % of its captions are wrong, as many captions on the web are."""
     from tqdm import tqdm
@@ -799,13 +766,11 @@ def pretrain(kind: str, net: TinyDiT) -> None:
         caption = (true + wrong * torch.randint(1, n, (batch,), generator=gen)) % n
         time, x0 = torch.rand(batch, generator=gen), images[true, place]
         noise = torch.randn(x0.shape, generator=gen)
-        if kind == "tiny":
-            s = time.view(-1, 1, 1, 1)
-            x, target = (1 - s) * x0 + s * noise, noise - x0
-        else:
-            t = (time * 1000).long()
-            a, time = alphas[t].view(-1, 1, 1, 1), t / 1000
-            x, target = a.sqrt() * x0 + (1 - a).sqrt() * noise, noise
+        signal, blur, target = 1 - time, time, noise - x0
+        if kind == "tiny-ddpm":
+            t, target = (time * 1000).long(), noise
+            time, signal, blur = t / 1000, alphas[t].sqrt(), (1 - alphas[t]).sqrt()
+        x = signal.view(-1, 1, 1, 1) * x0 + blur.view(-1, 1, 1, 1) * noise
         optimizer.zero_grad()
         F.mse_loss(net(x, time, words[caption]), target).backward()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -828,7 +793,6 @@ def tiny_base(kind: str) -> TinyDiT:
 
 class TinyPolicy(Policy):
     """The tiny world: `tiny` is a flow model, `tiny-ddpm` predicts eps and is sampled by DDIM."""
-
     guided, shape = False, (3, 16, 16)
 
     def __init__(self, cfg: Config, device: torch.device):
@@ -867,63 +831,44 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = {"epsilon": "eps", "v_prediction": "v"}
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]  # LoRA targets: ddpo-pytorch
 JOINT = ["attn." + t for t in (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")]
-PROMPTS = [  # for a first run: subjects, counts, colours, places, styles, lettering
-    "a lighthouse on a cliff in a thunderstorm, oil painting", "a fox asleep in snow at sunrise",
-    "three red apples beside a blue teapot", "an old fisherman mending a net, portrait photo",
-    "a glass greenhouse full of ferns, morning mist", "a black bicycle leaning on a yellow wall",
-    "two astronauts playing chess on the moon", "a bowl of ramen with a soft egg, seen from above",
-    "a shop window with a sign that says OPEN", "a paper boat drifting down a flooded street",
-    "a stone bridge over a mountain stream in autumn", "a marble statue of an owl in headphones",
-    "a market square at night lit by lanterns, watercolour", "a green parrot on a stack of books",
-    "an empty railway station in fog, black and white photo", "a castle made of ice at midnight"]
 
-def unavailable(model: str, error: Exception) -> UsageError:
-    """One line: which repository, where else to look, and its licence gate."""
-    source, reason = REPOSITORIES.get(model, model), f"{error}\n".splitlines()[0]
+def missing(model: str) -> str:
+    """What to say of a model that cannot be loaded: where else to look, and its licence gate."""
+    source = REPOSITORIES.get(model, model)
     if Path(source).is_dir():
-        return UsageError(f"--model {model}: the folder is not a complete pipeline ({reason})")
+        return f"--model {model}: the folder is not a complete pipeline"
     gate = (f"; its licence must be accepted at https://huggingface.co/{source}, followed by "
-            "`hf auth login`" if source in (REPOSITORIES["sd3"], REPOSITORIES["flux"]) else "")
-    return UsageError(f"--model {model}: {source} is neither in the local cache nor to be had from "
-                      f"the hub{gate}; for a copy on disk use --model FOLDER ({reason})")
+            "`hf auth login`") if source in (REPOSITORIES["sd3"], REPOSITORIES["flux"]) else ""
+    return (f"--model {model}: {source} is neither in the local cache nor to be had from the hub"
+            f"{gate}; for a copy on disk use --model FOLDER")
 
 @functools.cache
-def model_config(model: str, part: str = "") -> dict:
-    """model_index.json of a pipeline, or the configuration of one of its parts; no weights."""
+def model_config(model: str, file: str = "model_index.json") -> dict:
+    """A configuration file of a pipeline; no weights."""
     from huggingface_hub import hf_hub_download
     source = REPOSITORIES.get(model, model)
-    name = {"": "model_index.json", "scheduler": "scheduler/scheduler_config.json"}.get(
-        part, f"{part}/config.json")
-    try:
-        path = Path(source, name) if Path(source).is_dir() else hf_hub_download(source, name)
+    with explained(missing(model), OSError, ValueError):
+        path = Path(source, file) if Path(source).is_dir() else hf_hub_download(source, file)
         return json.loads(Path(path).read_text())
-    except (OSError, ValueError) as e:
-        raise unavailable(model, e) from None
 
 def load_pipeline(cfg: Config, core: str):
-    """Pipeline on the CPU: VAE and fully trained weights in float32, the rest in cfg.dtype.
-
-    Left out are the safety checker, and the T5 of SD3 where it is not there.
-    """
+    """Pipeline on the CPU: VAE and weights that are trained in float32, the rest in cfg.dtype."""
     from diffusers import DiffusionPipeline
     source, dtype = REPOSITORIES.get(cfg.model, cfg.model), DTYPES[cfg.dtype]
-    skip = {"safety_checker", "feature_extractor", "image_encoder"}
+    skip = {"safety_checker", "feature_extractor", "image_encoder"}  # and the T5 if not there
     if Path(source).is_dir() and not Path(source, "text_encoder_3").is_dir():
         skip |= {"text_encoder_3", "tokenizer_3"}
-    without = {k: None for k, v in model_config(cfg.model).items() if k in skip or v == [None, None]}
+    parts = model_config(cfg.model).items()
+    without = {k: None for k, v in parts if k in skip or v == [None, None]}
     dtypes = {"vae": torch.float32, core: torch.float32 if cfg.full else dtype, "default": dtype}
-    try:
+    with explained(missing(cfg.model), OSError, ValueError):
         return DiffusionPipeline.from_pretrained(source, dtype=dtypes, **without)
-    except (OSError, ValueError) as e:
-        raise unavailable(cfg.model, e) from None
 
 class PipelinePolicy(Policy):
     """A diffusers pipeline whose denoiser `core` is trained. Subclasses give `tables`, `forward`.
-
     Only the tables of the scheduler are used, for its step() keeps an index of its own.
     `asks` and `gives` are the arguments and results of the pipeline's encode_prompt.
     """
-
     core, patch, targets, embedded = "transformer", 2, JOINT, False  # targets: Flow-GRPO
 
     def __init__(self, cfg: Config, device: torch.device):
@@ -937,36 +882,35 @@ class PipelinePolicy(Policy):
         self.trainable = self.unfreeze()
         self.pipe.to(device)
         self.vae.enable_slicing()
-        self.initial = [p.detach().clone() for p in self.trainable] if cfg.full else []
+        self.initial = [p.detach().clone() for p in self.trainable]  # LoRA: B = 0, the base
         self.times, self.grid = self.tables(self.pipe.scheduler.config)  # (T,), (T+1,)
         self.embed = functools.lru_cache(1024)(self.embed)  # on the CPU; FLUX: 4 MB a prompt
 
     @classmethod
     def latent_shape(cls, cfg: Config) -> tuple[int, int, int]:
         """(C, H, W) of the latents; refuses what cannot work, from configurations alone."""
-        vae, scheduler = (model_config(cfg.model, part) for part in ("vae", "scheduler"))
+        vae = model_config(cfg.model, "vae/config.json")
         factor = 2 ** (len(vae["block_out_channels"]) - 1)
-        if cfg.resolution % (factor * cls.patch):
-            raise UsageError(f"--resolution {cfg.resolution}: must be a multiple of "
-                             f"{factor * cls.patch} for --model {cfg.model}")
-        predicted = scheduler.get("prediction_type", "epsilon")
-        if predicted not in KINDS or scheduler.get("rescale_betas_zero_snr"):
-            raise UsageError(f"--model {cfg.model}: predicts {predicted}; allowed are "
-                             f"{', '.join(KINDS)}, without zero terminal SNR")
-        return vae["latent_channels"], cfg.resolution // factor, cfg.resolution // factor
+        side, rest = divmod(cfg.resolution, factor)
+        require(rest == side % cls.patch == 0, f"--resolution {cfg.resolution}: must be a multiple "
+                f"of {factor * cls.patch} for --model {cfg.model}")
+        noise = model_config(cfg.model, "scheduler/scheduler_config.json")
+        kind = noise.get("prediction_type", "epsilon")
+        allow(kind in KINDS and not noise.get("rescale_betas_zero_snr"), "model",
+              f"{cfg.model}: predicts {kind}", f"{', '.join(KINDS)}, without zero terminal SNR")
+        return vae["latent_channels"], side, side
 
     def unfreeze(self) -> list[nn.Parameter]:
         """LoRA matrices, or with --full all weights of the denoiser, in float32."""
         from peft import LoraConfig
         cfg, net = self.cfg, self.net
-        if cfg.full:
-            net.requires_grad_(True)
-        else:
+        net.requires_grad_(cfg.full)
+        lora = LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules=self.targets,
+                          init_lora_weights="gaussian")
+        if not cfg.full:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(cfg.seed)
-                net.add_adapter(LoraConfig(
-                    r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, init_lora_weights="gaussian",
-                    target_modules=self.targets))
+                net.add_adapter(lora)
         if cfg.grad_checkpointing:
             net.enable_gradient_checkpointing()
             for m in net.modules():  # diffusers checkpoints in train mode only; dropout stays off
@@ -984,8 +928,7 @@ class PipelinePolicy(Policy):
     def encode(self, prompts):
         rows = [self.embed(p) for p in prompts]
         if self.guided:
-            empty = self.embed("")
-            rows = [{k: torch.stack([empty[k], row[k]]) for k in row} for row in rows]
+            rows = [{k: torch.stack([self.embed("")[k], row[k]]) for k in row} for row in rows]
         return {k: torch.stack([row[k] for row in rows]) for k in rows[0]}
 
     def denoise(self, x, i, cond):
@@ -999,40 +942,32 @@ class PipelinePolicy(Policy):
         z = latents.to(self.device, torch.float32) / scale + shift
         return (self.vae.decode(z, return_dict=False)[0] / 2 + 0.5).clamp(0, 1)
 
-    def reference(self):
-        if self.cfg.full:
-            return super().reference()
-        context = contextlib.ExitStack()
-        context.callback(self.net.enable_adapters)
-        self.net.disable_adapters()
-        return context
+    def lora(self) -> dict[str, Tensor]:
+        from peft.utils import get_peft_model_state_dict
+        return get_peft_model_state_dict(self.net)
 
     def export(self, folder: Path) -> None:
         """For pipe.load_lora_weights(folder); with --full a folder `core` of all weights."""
-        from peft.utils import get_peft_model_state_dict
-        if self.cfg.full:
-            return self.net.save_pretrained(folder / self.core)
-        adapter = {"layers": get_peft_model_state_dict(self.net),
-                   "adapter_metadata": self.net.peft_config["default"].to_dict()}  # holds alpha
-        self.pipe.save_lora_weights(
-            folder, **{f"{self.core}_lora_{k}": v for k, v in adapter.items()})
+        with explained(f"{folder} was not written", Exception, error=OSError):
+            if self.cfg.full:
+                return self.net.save_pretrained(folder / self.core)
+            alpha = self.net.peft_config["default"].to_dict()  # without it alpha = rank is assumed
+            self.pipe.save_lora_weights(folder, **{f"{self.core}_lora_layers": self.lora(),
+                                                   f"{self.core}_lora_adapter_metadata": alpha})
 
     def restore(self, folder: Path) -> None:
         """Read what `export` wrote."""
-        from peft.utils import get_peft_model_state_dict
         from safetensors.torch import load_file
         if self.cfg.full:
             saved = type(self.net).from_pretrained(folder / self.core)
             return self.net.load_state_dict(saved.state_dict())
         saved = load_file(folder / "pytorch_lora_weights.safetensors")
-        for name, value in get_peft_model_state_dict(self.net).items():
+        for name, value in self.lora().items():
             value.copy_(saved[f"{self.core}.{name}"])
 
 class SDPolicy(PipelinePolicy):
     """Stable Diffusion 1 and 2, by DDIM whatever scheduler the repository holds (SD 1.5: PNDM)."""
-
-    core, patch, targets = "unet", 1, ATTENTION
-    gives = ("text",)
+    core, patch, targets, gives = "unet", 1, ATTENTION, ("text",)
     asks = {"num_images_per_prompt": 1, "do_classifier_free_guidance": False}
 
     def tables(self, config):
@@ -1047,9 +982,8 @@ class SDPolicy(PipelinePolicy):
 
 class SD3Policy(PipelinePolicy):
     """Stable Diffusion 3 and 3.5, with or without the T5 encoder."""
-
+    kind, gives = "flow", ("text", None, "pooled")
     asks = {"prompt_2": None, "prompt_3": None, "do_classifier_free_guidance": False}
-    gives = ("text", None, "pooled")
 
     def tables(self, config):
         from diffusers import FlowMatchEulerDiscreteScheduler
@@ -1063,13 +997,12 @@ class SD3Policy(PipelinePolicy):
         flow.set_timesteps(T, **how)
         return flow.timesteps, flow.sigmas
 
-    def forward(self, x, t, cond):
+    def forward(self, x, t, cond, **more):
         return self.net(hidden_states=x, timestep=t, encoder_hidden_states=cond["text"],
-                        pooled_projections=cond["pooled"], return_dict=False)[0]
+                        pooled_projections=cond["pooled"], return_dict=False, **more)[0]
 
 class FluxPolicy(SD3Policy):
     """FLUX.1: the denoiser takes the guidance scale as an input and latents in 2 x 2 patches."""
-
     embedded, asks, gives = True, {"prompt_2": None}, ("text", "pooled")
 
     def forward(self, x, t, cond):
@@ -1077,48 +1010,41 @@ class FluxPolicy(SD3Policy):
         row, col = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
         place = torch.stack([0 * row, row, col], -1).flatten(0, 1).to(x)  # (L, 3)
         scale = torch.full_like(t, self.cfg.guidance) if self.net.config.guidance_embeds else None
-        v = self.net(hidden_states=F.pixel_unshuffle(x, 2).flatten(2).transpose(1, 2),  # (N, L, 4C)
-                     timestep=t / 1000, guidance=scale, encoder_hidden_states=cond["text"],
-                     pooled_projections=cond["pooled"], img_ids=place, return_dict=False,
-                     txt_ids=place.new_zeros(cond["text"].shape[1], 3))[0]
-        return F.pixel_shuffle(v.transpose(1, 2).unflatten(2, (h, w)), 2)
+        x = F.pixel_unshuffle(x, 2).flatten(2).mT  # (N, L, 4C)
+        v = super().forward(x, t / 1000, cond, guidance=scale, img_ids=place,
+                            txt_ids=place.new_zeros(cond["text"].shape[1], 3))
+        return F.pixel_shuffle(v.mT.unflatten(2, (h, w)), 2)
 
 # Config's own defaults: 10 steps (TreeGRPO); rank 32, alpha 64, noise .7 (Flow-GRPO); 8 prompts,
 # 216 images (DDPO takes 256). Here: 512 pixels (DDPO, Flow-GRPO); micro_batch, eval_images: ours.
 REAL = {"resolution": 512, "reward": ("hpsv2",), "dtype": "bf16", "eval_images": 64, "lr": 3e-4}
 FULL_LR = 1e-5  # TreeGRPO, DanceGRPO, MixGRPO: all weights. 3e-4: DDPO, Flow-GRPO, LoRA
 FAMILIES = {  # class of the policy, and the defaults of flags that depend on the model
-    "tiny": (TinyPolicy, {}),
-    "tiny-ddpm": (TinyPolicy, {}),
+    "tiny": (TinyPolicy, {}), "tiny-ddpm": (TinyPolicy, {}),
     "sd15": (SDPolicy, REAL | {"guidance": 5.0, "micro_batch": 8}),  # guidance: DDPO
     "sd3": (SD3Policy, REAL | {"guidance": 4.5, "micro_batch": 4}),  # TreeGRPO, Flow-GRPO
-    "flux": (FluxPolicy, REAL | {"guidance": 3.5, "micro_batch": 2}),  # DanceGRPO, MixGRPO
-}
+    "flux": (FluxPolicy, REAL | {"guidance": 3.5, "micro_batch": 2})}  # DanceGRPO, MixGRPO
 
 def family(model: str) -> str:
     """Row of FAMILIES: by name, else by the class in the pipeline's model_index.json."""
     if model in FAMILIES:
         return model
-    require("/" in model or Path(model).is_dir(), f"--model {model}: allowed are "
-            f"{', '.join(FAMILIES)}, a hub id (owner/name) or a local folder"
-            f"{nearest(model, FAMILIES)}")
+    known = [*FAMILIES, "a hub id (owner/name)", "a local folder"]
+    allow("/" in model or Path(model).is_dir(), "model", model, known)
     found = model_config(model).get("_class_name")
-    require(found in PIPELINES, f"--model {model}: is a {found}; allowed are "
-            f"{', '.join(PIPELINES)}")
+    allow(found in PIPELINES, "model", f"{model}: is a {found}", PIPELINES)
     return PIPELINES[found]
 
 def is_ddim(model: str) -> bool:
     return family(model) in ("tiny-ddpm", "sd15")
 
 # ==== 9. Rewards: fn(images (B, 3, H, W) in [0, 1], prompts) -> (B,) ============================
-
 def shapes_reward(device, folder=None):
     """exp(-16 d), d the mean squared distance to the nearest clean drawing of the caption."""
     drawings = {c: draw_caption(c).to(device) for c in CAPTIONS}
-
     def score(images: Tensor, prompts: list[str]) -> Tensor:
         images = F.interpolate(images, (16, 16), mode="area")
-        want = torch.stack([drawings[p] for p in prompts])  # (B, 9, 3, 16, 16)
+        want = torch.stack([drawings[p] for p in prompts])  # (B, 4, 3, 16, 16)
         return torch.exp(-16 * ((images[:, None] - want) ** 2).mean((2, 3, 4)).amin(1))
     return score
 
@@ -1129,57 +1055,50 @@ def reward_makers() -> dict:
 
 def parse_reward(spec: str) -> tuple[str, float]:
     """'name', 'name:0.8', 'module:function' or 'module:function:0.8' -> (name, weight)."""
-    name, _, last = spec.rpartition(":")
+    (name, _, last), weight, known = spec.rpartition(":"), 1.0, reward_makers()
     try:
         weight = float(last)
     except ValueError:
-        name, weight = spec, 1.0
-    known = reward_makers()
-    require(math.isfinite(weight) and (":" in name or name in known),
-            f"--reward {spec}: allowed are {', '.join(known)} or MODULE:FUNCTION, each with an "
-            f"optional :WEIGHT{nearest(name, known)}")
+        name = spec
+    allow(math.isfinite(weight) and (":" in name or name in known), "reward", spec,
+          [*known, "MODULE:FUNCTION", "each with :WEIGHT or without"])
     return name, weight
+
+def local_weights(pairs) -> dict[str, Path]:
+    """--reward-weights NAME=FOLDER ... -> {name: folder}."""
+    folders, known = {}, reward_makers()
+    for pair in pairs:
+        name, _, folder = pair.partition("=")
+        folders[name] = Path(folder).expanduser()
+        allow(name in known, "reward-weights", name, known)
+        require(folder and folders[name].is_dir(), f"--reward-weights {pair}: is no NAME=FOLDER")
+    return folders
 
 def load_function(flag: str, name: str):
     """The function that a flag names as MODULE:FUNCTION; the module may lie in this folder."""
     module, _, function = name.partition(":")
     sys.path.insert(0, os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), function)
-    except Exception as e:
-        raise UsageError(f"{flag} {name}: {e} ({type(e).__name__})") from None
+    with explained(f"{flag} {name}", Exception):
+        found = getattr(importlib.import_module(module), function)
+    require(callable(found), f"{flag} {name}: is not a function")
+    return found
 
 def load_rewards(cfg: Config, device) -> dict:
     """name -> fn(images, prompts), all of --reward."""
-    folders, known, out = local_weights(cfg.reward_weights), reward_makers(), {}
-    for name, _ in map(parse_reward, cfg.reward):
-        out[name] = (known[name](device, folders.get(name)) if name in known else
-                     load_function("--reward", name))
-        require(callable(out[name]), f"--reward {name}: is not a function")
-    return out
-
-def local_weights(pairs) -> dict[str, Path]:
-    """--reward-weights NAME=FOLDER ... -> {name: folder}."""
-    folders, known = {}, reward_makers()
-    for name, _, folder in (pair.partition("=") for pair in pairs):
-        require(name in known and Path(folder).expanduser().is_dir(),
-                f"--reward-weights {name}={folder}: must be NAME=FOLDER, a folder that exists and "
-                f"one of {', '.join(known)}{nearest(name, known)}")
-        folders[name] = Path(folder).expanduser()
-    return folders
+    folders, known = local_weights(cfg.reward_weights), reward_makers()
+    return {name: known[name](device, folders.get(name)) if name in known else
+            load_function("--reward", name) for name, _ in map(parse_reward, cfg.reward)}
 
 def check_images(images: Tensor, prompts: list[str]) -> None:
     """Refuse what no reward should see: a wrong shape, an empty prompt, a broken image."""
-    if images.shape[:-2] != (len(prompts), 3) or not images.is_floating_point():
-        raise RewardError(f"images are {images.dtype} {tuple(images.shape)}; must be float "
-                          f"({len(prompts)}, 3, H, W)")
+    require(images.shape[:-2] == (len(prompts), 3) and images.is_floating_point(),
+            f"images are {images.dtype} {tuple(images.shape)}; must be float ({len(prompts)}, 3, "
+            "H, W)", RewardError)
     low, high = images.flatten(1).aminmax(dim=1)  # NaN where an image holds one
     for prompt, lo, hi in zip(prompts, low.tolist(), high.tolist(), strict=True):
-        if not prompt.strip():
-            raise RewardError(f"an empty prompt, {prompt!r}")
-        if not 0 <= lo <= hi <= 1 or hi == 0:
-            raise NumericalError(f"image of {prompt!r} spans {lo:.3g} to {hi:.3g}; must be finite, "
-                                 "within 0 to 1 and not all black")
+        require(prompt.strip(), f"an empty prompt, {prompt!r}", RewardError)
+        require(0 <= lo <= hi <= 1 and hi > 0, f"image of {prompt!r} spans {lo:.3g} to {hi:.3g}; "
+                "must be finite, within 0 to 1 and not all black", NumericalError)
 
 @torch.no_grad()
 def score(rewards: dict, images: Tensor, prompts: list[str]) -> Tensor:
@@ -1192,47 +1111,44 @@ def score(rewards: dict, images: Tensor, prompts: list[str]) -> Tensor:
         except Exception as e:
             raise RewardError(f"reward {name} raised {type(e).__name__}: {e}, {about}") from e
         got = (tuple(value.shape), value.dtype) if torch.is_tensor(value) else (type(value),)
-        if got[0] != (len(images),) or not value.is_floating_point():
-            raise RewardError(f"reward {name} returned {got} {about}; must be a float tensor (B,)")
+        require(got[0] == (len(images),) and value.is_floating_point(),
+                f"reward {name} returned {got} {about}; must be a float tensor (B,)", RewardError)
         for prompt, v in zip(prompts, value.tolist(), strict=True):
-            if not math.isfinite(v):
-                raise NumericalError(f"reward {name} is {v} for the prompt {prompt!r}")
+            require(math.isfinite(v), f"reward {name} is {v} for the prompt {prompt!r}",
+                    NumericalError)
         out.append(value.float().cpu())
     return torch.stack(out)
 
 # ==== 10. A run: prompts, checkpoints, evaluation, one iteration ================================
-
 def read_prompts(path: str) -> list[str]:
     """Prompts of a .txt (one a line) or .jsonl file (key 'prompt'); blank lines are skipped."""
-    try:
+    prompts, where = [], f"--prompts {path}"
+    with explained(where, OSError, UnicodeDecodeError):
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"--prompts {path}: {e}") from None
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        try:
+    for n, line in enumerate(lines, 1):
+        with explained(f"{where}: line {n} is not a JSON object with a text under 'prompt'",
+                       ValueError, KeyError, TypeError, AttributeError):
             if line.strip():
                 text = json.loads(line)["prompt"] if path.endswith(".jsonl") else line
                 prompts.append(text.strip())
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UsageError(f"--prompts {path}: line {number} is not a JSON object with a text "
-                             "under 'prompt'") from None
-    require(all(prompts) and prompts, f"--prompts {path}: holds {'an empty' if prompts else 'no'} "
-            "prompt")
+                require(prompts[-1], f"{where}: line {n} holds an empty prompt")
+    require(prompts, f"{where}: holds no prompt")
     return prompts
 
 def training_prompts(cfg: Config) -> list[str]:
     """Prompts of the file, or the built-in ones; the tiny world knows its captions only."""
-    tiny = family(cfg.model) not in REPOSITORIES
-    prompts = read_prompts(cfg.prompts) if cfg.prompts else list(CAPTIONS if tiny else PROMPTS)
-    rewards = [parse_reward(spec)[0] for spec in cfg.reward]
-    require(len(set(rewards)) == len(rewards), f"--reward {' '.join(cfg.reward)}: each may be given "
-            "once")
+    import evaluate
+    tiny, rewards = family(cfg.model) not in REPOSITORIES, dict(map(parse_reward, cfg.reward))
+    for name in ("prompts_per_iteration", "eval_images"):
+        allow(getattr(cfg, name) >= world()[1], name, getattr(cfg, name),
+              f">= {world()[1]}, the number of processes")
+    require(len(rewards) == len(cfg.reward), f"--reward {' '.join(cfg.reward)}: once each")
     local_weights(cfg.reward_weights)
-    strange = [p for p in prompts if p not in CAPTIONS]
-    require(not strange or not (tiny or "shapes" in rewards),
-            f"--prompts {cfg.prompts}: not in the tiny world: {strange[:1]}; allowed are: "
-            f"a {'|'.join(COLOURS)} {'|'.join(SHAPES)}")
+    built_in = CAPTIONS if tiny else evaluate.PROMPTS
+    prompts = read_prompts(cfg.prompts) if cfg.prompts else list(built_in)
+    strange = [p for p in prompts if p not in CAPTIONS and (tiny or "shapes" in rewards)]
+    allow(not strange, "prompts", f"{cfg.prompts}: {strange[:1]}",
+          f"a {'|'.join(COLOURS)} {'|'.join(SHAPES)}")
     return prompts
 
 def draw_prompts(cfg: Config, prompts: list[str], iteration: int) -> tuple[list[int], list[str]]:
@@ -1241,62 +1157,60 @@ def draw_prompts(cfg: Config, prompts: list[str], iteration: int) -> tuple[list[
     slots, chosen = list(range(cfg.prompts_per_iteration))[rank::size], []
     for slot in slots:
         epoch, n = divmod(iteration * cfg.prompts_per_iteration + slot, len(prompts))
-        order = stream(cfg.seed, epoch, "prompts").sample(range(len(prompts)), len(prompts))
-        chosen.append(prompts[order[n]])
+        chosen.append(stream(cfg.seed, epoch, "prompts").sample(prompts, len(prompts))[n])
     return slots, chosen
 
 def save_atomic(state, path: Path) -> None:
     """torch.save that leaves the old file or the whole new one, whatever happens."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
-    with open(part, "wb") as f:
-        torch.save(state, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(part, path)
+    with explained(f"{path} was not written (disk full?)", OSError, RuntimeError, error=OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(part, "wb") as f:
+            torch.save(state, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, path)
 
 LR_SCHEDULES = {"constant": lambda t: 1.0, "linear": lambda t: 1 - t,  # t from 0 to 1
                 "cosine": lambda t: 0.5 + 0.5 * math.cos(math.pi * t)}
 
+def pick_device(name: str) -> torch.device:
+    """auto: the GPU, if there is one."""
+    gpus = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
+    known = ["cpu", *["mps"] * torch.backends.mps.is_available(), *["cuda"] * bool(gpus), *gpus]
+    allow(name in ("auto", *known), "device", name, ["auto", *known])
+    return torch.device(name if name != "auto" else "cuda" if gpus else "cpu")
+
 class Run:
     """What a run holds: policy, rewards, optimiser, weight average, and how far it is."""
-
     PROGRESS = ("iteration", "best", "best_iteration")
 
     def __init__(self, cfg: Config):
         self.cfg, self.prompts = cfg, training_prompts(cfg)
-        auto = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(auto if cfg.device == "auto" else cfg.device)
+        self.device = pick_device(cfg.device)
         self.weights = torch.tensor([w for _, w in map(parse_reward, cfg.reward)])
-        for name in ("prompts_per_iteration", "eval_images"):
-            require(getattr(cfg, name) >= world()[1], f"--{name.replace('_', '-')} "
-                    f"{getattr(cfg, name)}: must be >= {world()[1]}, one per process")
-        self.rewards = load_rewards(cfg, self.device)
         self.policy = FAMILIES[family(cfg.model)][0](cfg, self.device)
-        self.trainable = self.policy.trainable
+        self.rewards, self.trainable = load_rewards(cfg, self.device), self.policy.trainable
         self.optimizer = torch.optim.AdamW(self.trainable, cfg.lr, weight_decay=cfg.weight_decay)
         self.ema = [p.detach().clone() for p in self.trainable] if cfg.ema else []
         self.iteration, self.best, self.best_iteration = 0, -math.inf, 0
 
     def save(self) -> None:
+        state = {"weights": [p.data for p in self.trainable], "ema": self.ema,
+                 "optimizer": self.optimizer.state_dict(),
+                 "progress": {k: getattr(self, k) for k in self.PROGRESS}}
         if world()[0] == 0:
-            save_atomic({"weights": [p.data for p in self.trainable], "ema": self.ema,
-                         "optimizer": self.optimizer.state_dict(),
-                         "progress": {k: getattr(self, k) for k in self.PROGRESS}},
-                        self.cfg.folder / "last.pt")
+            save_atomic(state, self.cfg.folder / "last.pt")
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint; UsageError if the file is not one of this configuration."""
-        try:
+        with explained(f"{path} is not a checkpoint of this run", Exception):
             state = torch.load(path, map_location="cpu", weights_only=True)
-            for p, v in zip([*self.trainable, *self.ema], state["weights"] + state["ema"],
-                            strict=True):
+            values = state["weights"] + state["ema"]
+            for p, v in zip([*self.trainable, *self.ema], values, strict=True):
                 p.data.copy_(v)
             self.optimizer.load_state_dict(state["optimizer"])
             vars(self).update({k: state["progress"][k] for k in self.PROGRESS})
-        except Exception as e:
-            raise UsageError(f"{path} is not a checkpoint of this run: {type(e).__name__}: "
-                             f"{str(e).splitlines()[0] if str(e) else ''}") from None
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -1310,16 +1224,15 @@ class Run:
 
     def grow(self, iteration: int, slots: list[int], prompts: list[str]):
         """The trees of a training iteration; images and rewards (R, L) of their leaves."""
-        cfg = self.cfg
-        tree = self.grow_tree((cfg.seed, iteration), slots, prompts, schedule(cfg, iteration),
-                              cfg.roots)
+        steps, key = schedule(self.cfg, iteration), (self.cfg.seed, iteration)
+        tree = self.grow_tree(key, slots, prompts, steps, self.cfg.roots)
         images = self.decode(tree.leaves)
         return tree, images, score(self.rewards, images, [prompts[p] for p in tree.prompt])
 
     def sample(self, prompts: list[str], key: tuple, slots: list[int]) -> Tensor:
         """Images of the full ODE sampler."""
-        return self.decode(self.grow_tree(key, slots, prompts,
-                                          ode_steps(range(self.cfg.steps + 1))).leaves)
+        steps = ode_steps(range(self.cfg.steps + 1))
+        return self.decode(self.grow_tree(key, slots, prompts, steps).leaves)
 
     def averaged(self):
         """Context in which the policy has the weights that are evaluated and exported."""
@@ -1342,8 +1255,7 @@ class Run:
 
     def mark(self) -> dict:
         """Clock, count of denoiser evaluations, peak memory in GiB so far."""
-        cuda = self.device.type == "cuda"
-        peak = (torch.cuda.max_memory_allocated(self.device) if cuda else
+        peak = (torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else
                 resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         return {"seconds": time.perf_counter(), "evaluations": self.policy.evaluations,
                 "memory": peak / 2**30}
@@ -1370,22 +1282,23 @@ class Run:
         return log
 
 # ==== 11. Training loop =========================================================================
-
+@contextlib.contextmanager
 def open_folder(cfg: Config):
-    """Create and lock the run folder; the lock ends with the process, however it ends."""
-    folder = cfg.folder
-    require(cfg.resume or cfg.overwrite or not (folder / "config.json").exists(),
-            f"--out {folder}: holds a run; go on with --resume {folder}, replace it with "
-            "--overwrite, or name another folder")
-    try:
+    """Create and lock the run folder; one that stays empty goes away again."""
+    folder, where = cfg.folder, f"--out {cfg.folder}"
+    require(cfg.resume or cfg.overwrite or not (folder / "config.json").exists(), f"{where}: holds "
+            f"a run; go on with --resume {folder}, replace it with --overwrite, or name another")
+    with explained(where, OSError), explained(f"{where}: another run is writing", BlockingIOError):
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "w")  # noqa: SIM115
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UsageError(f"--out {folder}: another run is writing there") from None
-    except OSError as e:
-        raise UsageError(f"--out {folder}: {e}") from None
-    return lock
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, at the latest
+    try:
+        yield
+    finally:
+        lock.close()
+        if os.listdir(folder) == [".lock"]:
+            (folder / ".lock").unlink()
+            folder.rmdir()
 
 def start_files(run: Run) -> None:
     """Write config.json, and cut the log back to where the run starts or goes on."""
@@ -1393,142 +1306,138 @@ def start_files(run: Run) -> None:
     config = dataclasses.asdict(run.cfg) | {"resume": "", "overwrite": False}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     lines = log.read_text().splitlines() if run.cfg.resume and log.exists() else []
-    upto = run.iteration or -1  # the evaluation before the first iteration is done again
-    keep = [x for x in lines if x.endswith("}") and json.loads(x)["iteration"] <= upto]
+    keep = [x for x in lines if x.endswith("}") and json.loads(x)["iteration"] <= run.iteration]
     log.write_text("".join(x + "\n" for x in keep))
 
 def train(cfg: Config) -> Run:
     """Train from `cfg`, or continue `cfg.resume`; all it writes lies in `cfg.folder`."""
     import evaluate
-    leader, stop = world()[0] == 0, []
-    lock = open_folder(cfg) if leader else contextlib.nullcontext()
-    with lock:
+    stop = []
+
+    def handler(*_):  # the first signal stops after this iteration, the second at once
+        os._exit(130) if stop else stop.append(True)
+    with contextlib.ExitStack() as ends:
+        join_processes(ends)
+        leader = world()[0] == 0
+        if leader:
+            ends.enter_context(open_folder(cfg))
         run = Run(cfg)
         if cfg.resume:
             run.load(cfg.folder / "last.pt")
         if leader:
             print(evaluate.plan(cfg, math.prod(run.policy.shape)), flush=True)
             start_files(run)
-
-        def handler(*_):  # the first signal stops after this iteration, the second at once
-            os._exit(130) if stop else stop.append(True)
-        old = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+        for s in (signal.SIGINT, signal.SIGTERM):
+            ends.callback(signal.signal, s, signal.signal(s, handler))
         try:
             loop(run, stop)
         except RewardError:  # raised before the update: the state is that of the last iteration
             run.save()
             raise
-        finally:
-            for s, previous in old.items():
-                signal.signal(s, previous)
-        if leader and not stop:
-            evaluate.draw_run(run)
+    if leader and not stop:
+        evaluate.draw_run(run)
     return run
+
+BAR = {"reward": "reward", "best eval": "best", "|rho-1|": "ratio_max/0", "clip": "clip_high/0"}
 
 def loop(run: Run, stop: list) -> None:
     """Iterate until the end, a signal, or three failures in a row."""
     from tqdm import tqdm
-    cfg, failed, leader = run.cfg, 0, world()[0] == 0
+    cfg, leader, failed = run.cfg, world()[0] == 0, 0
     track = load_function("--track", cfg.track) if cfg.track and leader else None
-
     def write(log: dict) -> None:
+        log = {"iteration": run.iteration} | log
         if leader:
             with open(cfg.folder / "log.jsonl", "a") as f:
-                f.write(json.dumps({"iteration": run.iteration} | log) + "\n")
-            if track:
-                track({"iteration": run.iteration} | log)
-    if run.iteration == 0:
-        write(run.measure())
-    bar = tqdm(total=cfg.iterations, initial=run.iteration, disable=not leader, unit="it")
-
+                f.write(json.dumps(log) + "\n")
+        if track:
+            track(log)
     def attempt(function) -> dict:
         try:
             return function()
         except NumericalError as e:
             message = f"{e} (iteration {run.iteration}, seed {cfg.seed})"
-            bar.write(f"skipped: {message}", file=sys.stderr)
+            tqdm.write(f"skipped: {message}", file=sys.stderr)
             return {"skipped": message}
-    while run.iteration < cfg.iterations and not all_sum(torch.tensor(len(stop))):
-        log = attempt(run.train_iteration)
-        failed = failed + 1 if "skipped" in log else 0
-        run.iteration += 1
-        last = run.iteration == cfg.iterations or failed == 3
-        if last or run.iteration % cfg.eval_every == 0:
-            log |= attempt(run.measure)
-        write(log)
-        if last or stop or run.iteration % cfg.save_every == 0:
-            run.save()
-        if failed == 3:
-            raise NumericalError(f"three iterations in a row failed, the last: {log['skipped']}")
-        bar.set_postfix_str(" ".join(f"{n} {log[k]:.3g}" for n, k in BAR.items() if k in log))
-        bar.update()
-    bar.close()
-    run.save()  # a signal may have come in the first evaluation, or after the last save
-
-BAR = {"reward": "reward", "best eval": "best", "|rho-1|": "ratio_max/0", "clip": "clip_high/0"}
+    if run.best == -math.inf:  # not evaluated yet
+        write(run.measure())
+        run.save()
+    with tqdm(total=cfg.iterations, initial=run.iteration, disable=not leader, unit="it") as bar:
+        while run.iteration < cfg.iterations and not all_sum(torch.tensor(len(stop))):
+            log = attempt(run.train_iteration)
+            failed = failed + 1 if "skipped" in log else 0
+            run.iteration += 1
+            last = run.iteration == cfg.iterations or failed == 3
+            if last or run.iteration % cfg.eval_every == 0:
+                log |= attempt(run.measure)
+            write(log)
+            if last or stop or run.iteration % cfg.save_every == 0:
+                run.save()
+            require(failed < 3, f"three iterations in a row failed: {log.get('skipped')}",
+                    NumericalError)
+            bar.set_postfix_str(" ".join(f"{n} {log[k]:.3g}" for n, k in BAR.items() if k in log))
+            bar.update()
 
 # ==== 12. Command line ==========================================================================
-
 class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UsageError(message)
+    def error(self, message):  # "argument --lr: invalid float value: 'x'" and the like
+        message = re.sub(r": invalid (\w+) value: '(.*)'", r" \2: must be a \1", message)
+        raise UsageError(message.removeprefix("argument ").replace("a int", "an int"))
 
 def parse(argv: list[str] | None) -> Config:
     """Flags -> Config. A flag beats the resumed run, the model, the preset and the default."""
     parser = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
                     argument_default=argparse.SUPPRESS)
     for f in dataclasses.fields(Config):
-        name, many = "--" + f.name.replace("_", "-"), isinstance(f.default, tuple)
+        many, line = isinstance(f.default, tuple), f.metadata["help"]
+        shown = " ".join(map(str, f.default)) if many else f.default
+        how = {"type": type([*f.default, ""][0] if many else f.default), "metavar": "X",
+               "nargs": "+" if many else None, "help": f"{line} [{shown}]"}
         if isinstance(f.default, bool):
-            how = {"action": argparse.BooleanOptionalAction, "help": f.metadata["help"]}
-        else:
-            shown = " ".join(map(str, f.default)) if many else f.default
-            how = {"type": type([*f.default, ""][0] if many else f.default), "metavar": "X",
-                   "nargs": "+" if many else None, "help": f"{f.metadata['help']} [{shown}]"}
-        parser.add_argument(name, **how)
+            how = {"action": argparse.BooleanOptionalAction, "help": line}
+        parser.add_argument("--" + f.name.replace("_", "-"), **how)
     given, unknown = parser.parse_known_args(argv)
-    require(not unknown, f"unknown flag {unknown[:1]}"
-            f"{nearest(''.join(unknown[:1]), parser._option_string_actions)}; --help lists all")
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
+    for flag in unknown:
+        hint = nearest(flag.partition("=")[0], parser._option_string_actions)
+        raise UsageError(f"unknown flag {flag}{hint}; --help lists all")
+    given = tuples(vars(given))
     cfg = resume_config(given) if "resume" in given else resolve(given)
     check_config(cfg)
     return cfg
 
+def tuples(values: dict) -> dict:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+
 def resolve(given: dict) -> Config:
     """Fill in what the flags leave open: from the preset, then from the model."""
-    method = given.get("method", "treegrpo")
-    require(method in PRESETS, f"--method {method}: allowed are {', '.join(PRESETS)}"
-            f"{nearest(method, PRESETS)}")
-    model = given.get("model", "tiny")
+    method, model, extra = given.get("method", "treegrpo"), given.get("model", "tiny"), {}
+    allow(method in PRESETS, "method", method, PRESETS)
     if model == "runwayml/stable-diffusion-v1-5":
         print(f"treegrpo: {model} has left the hub; using sd15", file=sys.stderr)
         given["model"] = model = "sd15"
-    extra, growth = {}, {**PRESETS[method], **given}.get("noise_growth", 0.0)
     if is_ddim(model):  # eta 1 is DDPM; with growth it is reached at the window's end
+        growth = (PRESETS[method] | given).get("noise_growth", 0.0)
         extra["noise_level"] = 1 / (1 + max(growth, 0.0))
     if given.get("full") and family(model) in REPOSITORIES:
         extra["lr"] = FULL_LR
-    return Config(**{**PRESETS[method], **FAMILIES[family(model)][1], **extra, **given})
+    return Config(**PRESETS[method] | FAMILIES[family(model)][1] | extra | given)
+
+def read_config(folder: Path) -> Config:
+    """The configuration of a run folder."""
+    with explained(f"{folder}: no configuration of a run there", Exception):
+        return Config(**tuples(json.loads((folder / "config.json").read_text())))
 
 MAY_CHANGE = ("iterations", "reward_weights", "device", "micro_batch", "eval_every", "save_every",
               "track", "plan")
 
-def read_config(folder: Path) -> Config:
-    """The configuration of a run folder."""
-    try:
-        old = json.loads((folder / "config.json").read_text())
-        return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in old.items()})
-    except (OSError, ValueError, TypeError, AttributeError) as e:
-        raise UsageError(f"{folder}: no configuration of a run there ({e})") from None
-
 def resume_config(given: dict) -> Config:
     """The configuration of the run to resume, with the few flags that may change."""
-    folder = Path(given.pop("resume"))
-    old = read_config(folder)
+    folder = given.pop("resume")
+    old = read_config(Path(folder))
     for k, v in given.items():
         require(k in MAY_CHANGE or v == getattr(old, k), f"--{k.replace('_', '-')} {v}: the run "
                 f"has {getattr(old, k)}; only {', '.join(MAY_CHANGE)} may change")
-    return dataclasses.replace(old, **given, resume=str(folder), out=str(folder))
+    return dataclasses.replace(old, **given, resume=folder, out=folder)
 
 def main(argv: list[str] | None = None) -> int:
     try:
@@ -1536,12 +1445,10 @@ def main(argv: list[str] | None = None) -> int:
         if cfg.plan:
             import evaluate
             print(evaluate.plan(cfg))
-            return 0
-        if "LOCAL_RANK" in os.environ and not torch.distributed.is_initialized():
-            torch.distributed.init_process_group()
-        train(cfg)
+        else:
+            train(cfg)
         return 0
-    except (UsageError, RewardError, NumericalError) as e:
+    except (UsageError, RewardError, NumericalError, OSError) as e:
         print(f"treegrpo: {e}", file=sys.stderr)
         return 2 if isinstance(e, UsageError) else 1
     except torch.OutOfMemoryError:
