@@ -359,11 +359,14 @@ def from_open_clip(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """open_clip weights -> transformers' CLIPModel: names, projections transposed, q k v apart."""
     out = {}
     for key, value in state.items():
-        for old, new in zip(OPEN_CLIP[::2], OPEN_CLIP[1::2]):
+        for old, new in zip(OPEN_CLIP[::2], OPEN_CLIP[1::2], strict=True):
             key = key.replace(old, new)
         value = value.T if key in ("text_projection.weight", "visual_projection.weight") else value
-        for n, part in zip("qkv", value.chunk(3)) if "in_proj_" in key else [("", value)]:
-            out[key.replace("in_proj_", f"{n}_proj.")] = part
+        if "in_proj_" in key:
+            for n, part in zip("qkv", value.chunk(3), strict=True):
+                out[key.replace("in_proj_", f"{n}_proj.")] = part
+        else:
+            out[key] = value
     return out
 
 def load_clip(name: str, device, folder: Path | None):
@@ -414,7 +417,9 @@ def clip_reward(name: str, device, folder: Path | None):
     side = model.config.vision_config.image_size
     if hps:
         from ftfy import fix_text  # the package cleans prompts before it splits them into tokens
-        clean = lambda prompt: html.unescape(html.unescape(fix_text(prompt))).lower()
+
+        def clean(prompt: str) -> str:
+            return html.unescape(html.unescape(fix_text(prompt))).lower()
 
     @functools.lru_cache(maxsize=4096)
     def text(prompt: str) -> torch.Tensor:  # (D,); a prompt that is too long loses its end
@@ -438,7 +443,7 @@ def jpeg_reward(sign: int, device, folder=None):
     return lambda images, prompts: torch.tensor([sign * kilobytes(i) for i in images])
 
 def aesthetic_metric(device, folder: Path | None = None):
-    """LAION aesthetic predictor v2 (about 1 to 10): an MLP on CLIP ViT-L/14's L2-normalised features.
+    """LAION aesthetic predictor v2 (about 1 to 10): an MLP on CLIP ViT-L/14's unit features.
 
     Local copies: a folder with the MLP's file and, in it, `clip-vit-large-patch14`.
     """
@@ -447,8 +452,9 @@ def aesthetic_metric(device, folder: Path | None = None):
     repo, file, *_ = HUB["aesthetic"]
     widths = (768, 1024, 128, 64, 16, 1)
     # keys of the published file: layers.0, 2, 4, 6, 7 (dropout between, no activation)
-    mlp = nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:])))
-    state = torch.load(folder / file if folder else hf_hub_download(repo, file), "cpu", weights_only=True)
+    mlp = nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)))
+    path = folder / file if folder else hf_hub_download(repo, file)
+    state = torch.load(path, "cpu", weights_only=True)
     mlp.load_state_dict({f"{new}.{p}": state[f"layers.{old}.{p}"] for p in ("weight", "bias")
                          for new, old in enumerate((0, 2, 4, 6, 7))})
     mlp.to(device).requires_grad_(False)
@@ -466,16 +472,18 @@ def imagereward_metric(device, folder: Path | None = None):
     try:
         import ImageReward
     except ImportError as e:
-        raise ImportError(f"{e}; this metric runs the image-reward package, which needs OpenAI's clip "
+        raise ImportError(f"{e}; it runs the image-reward package, which needs OpenAI's clip "
                           "and transformers 4, hence an environment of its own") from None
     from PIL import Image
 
-    local = folder and dict(name=str(folder / "ImageReward.pt"), med_config=str(folder / "med_config.json"))
+    local = folder and {"name": str(folder / "ImageReward.pt"),
+                        "med_config": str(folder / "med_config.json")}
     model = ImageReward.load(**(local or {}), device=str(device))
 
     def score(images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
         pixels = (images * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-        return torch.tensor([float(model.score(p, Image.fromarray(x))) for p, x in zip(prompts, pixels)])
+        return torch.tensor([float(model.score(p, Image.fromarray(x)))
+                             for p, x in zip(prompts, pixels, strict=True)])
     return score
 
 def scorer(make, name: str, device, folder: Path | None = None):
