@@ -91,8 +91,8 @@ def load_run(folder, weights: str = "best", rewards: bool = False) -> T.Run:
     try:
         if weights == "best":
             run.policy.restore(cfg.folder / "best")
-    except OSError as e:
-        raise T.UsageError(f"{folder}: no best weights there ({e})") from None
+    except Exception as e:
+        raise T.UsageError(f"{folder}: no best weights there ({f'{e}'.splitlines()[:1]})") from None
     return run
 
 def run_config(folder) -> T.Config:
@@ -151,7 +151,8 @@ def draw_curve(run, path: Path) -> None:
     log = [json.loads(line) for line in (cfg.folder / "log.jsonl").read_text().splitlines()]
     reward = {r["iteration"]: r["reward"] for r in log if "reward" in r}
     values = {r["iteration"]: r["eval"] for r in log if "eval" in r}
-    y, base, best = list(reward.values()), next(iter(values.values())), max(values, key=values.get)
+    y, base, best = list(reward.values()), values.get(0, math.nan), max(values, key=values.get,
+                                                                          default=0)
     smooth = [sum(w) / len(w) for w in (y[max(0, n - 4):n + 5] for n in range(len(y)))]
     figure = Figure(figsize=(8, 5), layout="constrained")
     ax = figure.subplots()
@@ -160,8 +161,9 @@ def draw_curve(run, path: Path) -> None:
     ax.plot(list(values), list(values.values()), "C0o-", ms=4,
             label="evaluation (ODE, fixed prompts and noise)")
     ax.axhline(base, color="grey", ls="--", lw=1, label=f"base model: {base:.3f}")
-    ax.plot(best, values[best], "C0*", ms=16, mec="white",
-            label=f"best: {values[best]:.3f} ({values[best] - base:+.3f}) at iteration {best}")
+    top = values.get(best, math.nan)
+    ax.plot(best, top, "C0*", ms=16, mec="white",
+            label=f"best: {top:.3f} ({top - base:+.3f}) at iteration {best}")
     ax.set(xlabel="iteration", ylabel=f"reward: {' + '.join(cfg.reward)}",
            title=f"{cfg.method} on {cfg.model}")
     ax.grid(alpha=0.25)
@@ -856,7 +858,7 @@ def main(argv: list[str] | None = None) -> int:
     except T.UsageError as e:
         print(f"evaluate: {e}", file=sys.stderr)
         return 2
-    except (T.RewardError, T.NumericalError) as e:
+    except (T.RewardError, T.NumericalError, OSError) as e:
         print(f"evaluate: {e}", file=sys.stderr)
         return 1
 
