@@ -1,9 +1,12 @@
 #!/usr/bin/env python
-"""Look at the runs of treegrpo.py: pictures, samples, and measurements with intervals.
+"""Look at runs of treegrpo.py, compare methods at equal cost, find silent faults.
 
     python evaluate.py draw RUN                    # curve.png, grid.png, tree.png: as in training
     python evaluate.py sample RUN "a red circle"   # images from the best weights
     python evaluate.py score RUN [RUN ...]         # paired comparison of runs with their base model
+    python evaluate.py compare --methods treegrpo dancegrpo   # trained at equal denoiser cost
+    python evaluate.py check --model sd15          # faults of a model and a method, in a minute
+    python evaluate.py why                         # noise and bias of the policy gradient
 
 Images come from the deterministic (ODE) sampler, trees from the rollout that trains. `score` gives
 the base and every run the same prompts and noise, so that differences are paired; it keeps images
@@ -14,6 +17,7 @@ reads them again next time. HASH covers model, weights, sampler, seed and images
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import functools
@@ -21,10 +25,16 @@ import hashlib
 import html
 import importlib
 import io
+import itertools
 import json
 import math
 import os
+import shlex
+import statistics
 import sys
+import tempfile
+import textwrap
+import time
 from pathlib import Path
 
 import torch
@@ -33,7 +43,7 @@ from torch import Tensor, nn
 
 import treegrpo as T
 
-# ==== What treegrpo.py says of a run ============================================================
+# ==== 1. What treegrpo.py says of a run =========================================================
 def plan(cfg, dims: int | None = None) -> str:
     """What an iteration does and costs, beside flat GRPO with as many leaves."""
     starts = [cfg.window_start] if cfg.window_mode == "fixed" else range(cfg.steps - cfg.window)
@@ -79,7 +89,57 @@ def rollout_log(tree, images, rewards, weights, names) -> dict:
         log |= {f"reward/{name}": r.mean().item() for name, r in zip(names, rewards, strict=True)}
     return log
 
-# ==== 1. Runs ===================================================================================
+# ==== 2. Files and figures ======================================================================
+def write(path: Path, data: str | bytes) -> None:
+    """The file is complete or absent."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_bytes(data.encode() if isinstance(data, str) else data)
+    os.replace(part, path)
+
+def save_png(image: Tensor, path: Path) -> None:
+    """Write (3, H, W) in [0, 1]."""
+    from PIL import Image
+    pixels = (image * 255).round().byte().permute(1, 2, 0).cpu().numpy()
+    Image.fromarray(pixels).save(file := io.BytesIO(), "PNG")
+    write(path, file.getvalue())
+
+def to_json(value) -> str:
+    """JSON with null for what is not finite."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=1) + "\n"
+
+def table(head, rows) -> list[str]:
+    """Lines of a Markdown table."""
+    rows = [map(str, r) for r in (head, ["---"] * len(head), *rows)]
+    return [f"| {' | '.join(r)} |" for r in rows]
+
+def number(x: float) -> str:
+    if not math.isfinite(x):
+        return "–"
+    return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}"
+
+@contextlib.contextmanager
+def figure(path: Path, size, rows: int = 1, cols: int = 1, dpi: int = 110, **how):
+    """Context with a figure and its axes (rows, cols), which ends by writing it."""
+    from matplotlib.figure import Figure
+    fig = Figure(size, layout="constrained")
+    axes = fig.subplots(rows, cols, squeeze=False, **how)
+    for ax in axes.flat:
+        ax.spines[["top", "right"]].set_visible(False)
+    yield fig, axes
+    fig.savefig(path, dpi=dpi)
+
+def draw_all(folder: Path, **pictures) -> None:
+    """Write NAME.png for each NAME=function(path), where matplotlib is installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return print("no pictures: matplotlib is not installed (pip install matplotlib)")
+    for name, draw in pictures.items():
+        draw(folder / f"{name}.png")
+    print(f"pictures: {folder}/ {' '.join(f'{name}.png' for name in pictures)}")
+
+# ==== 3. Runs ===================================================================================
 def load_run(folder, weights: str = "best", rewards: bool = False) -> T.Run:
     """A run with its best, last or base weights; with its prompts and rewards only on request."""
     cfg = run_config(folder)
@@ -88,11 +148,9 @@ def load_run(folder, weights: str = "best", rewards: bool = False) -> T.Run:
         run.load(cfg.folder / "last.pt")
         return run
     run.ema = []  # best weights are averages already
-    try:
-        if weights == "best":
+    if weights == "best":
+        with T.explained(f"{folder}: no best weights there", Exception):
             run.policy.restore(cfg.folder / "best")
-    except Exception as e:
-        raise T.UsageError(f"{folder}: no best weights there ({f'{e}'.splitlines()[:1]})") from None
     return run
 
 def run_config(folder) -> T.Config:
@@ -107,7 +165,31 @@ def check_prompts(cfg: T.Config, prompts: list[str]) -> None:
         T.require(p in T.CAPTIONS, f"prompt {p!r}: {cfg.model} knows only a {'|'.join(T.COLOURS)} "
                   f"{'|'.join(T.SHAPES)}{T.nearest(p, T.CAPTIONS)}")
 
-# ==== 2. Pictures ===============================================================================
+def images_of(run: T.Run, prompt: str, seed: int, n: int) -> Tensor:
+    """Images of a prompt by the evaluated weights; they depend on nothing else -> (n, 3, H, W)."""
+    with run.averaged():
+        images = run.sample([prompt] * n, ("score", seed, prompt), list(range(n)))
+    T.check_images(images, [prompt] * n)
+    return images
+
+def draw_command(args) -> None:
+    """curve.png, grid.png and tree.png of a run, as after training"""
+    run = load_run(args.run, "last", rewards=True)
+    run.iteration = run.iteration if args.iteration is None else args.iteration
+    draw_run(run)
+
+def sample_command(args) -> None:
+    """images of a trained run, a row per prompt: the first ones that `score` sees"""
+    check_prompts(run_config(args.run), args.texts)
+    run, n = load_run(args.run, args.weights), args.n or 8
+    images = torch.stack([images_of(run, p, args.seed, n) for p in args.texts])
+    zoom = max(1, 128 // images.shape[-1])
+    images = images.repeat_interleave(zoom, 3).repeat_interleave(zoom, 4)
+    path = Path(args.out or Path(args.run) / "sample.png")
+    save_png(tiles(images, 4), path)
+    print(path)
+
+# ==== 4. Pictures ===============================================================================
 MAX_LEAVES, MAX_CHAINS = 81, 12  # most leaves drawn of a tree, and of unbranched chains
 THUMBNAIL = 128  # pixels; larger images are reduced before they are drawn
 
@@ -124,71 +206,47 @@ def tiles(images: Tensor, gap: int) -> Tensor:
 def short(text: str, length: int) -> str:
     return text if len(text) <= length else text[:length - 1] + "…"
 
-def save_png(image: Tensor, path: Path) -> None:
-    """Write (3, H, W) in [0, 1]; the file is complete or absent."""
-    from PIL import Image
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    Image.fromarray((image * 255).round().byte().permute(1, 2, 0).cpu().numpy()).save(part, "png")
-    os.replace(part, path)
-
 def draw_run(run) -> None:
     """Write curve.png, grid.png and tree.png into the run's folder."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return print("no pictures: matplotlib is not installed (pip install matplotlib)")
-    for name, draw in (("curve", draw_curve), ("grid", draw_before_after), ("tree", draw_tree)):
-        draw(run, run.cfg.folder / f"{name}.png")
-    print(f"pictures: {run.cfg.folder}/ curve.png grid.png tree.png")
+    pictures = {"curve": draw_curve, "grid": draw_before_after, "tree": draw_tree}
+    draw_all(run.cfg.folder, **{k: functools.partial(f, run) for k, f in pictures.items()})
 
 def draw_curve(run, path: Path) -> None:
     """Training reward and ODE evaluation over iterations, from log.jsonl."""
-    from matplotlib.figure import Figure
-
     cfg = run.cfg
     log = [json.loads(line) for line in (cfg.folder / "log.jsonl").read_text().splitlines()]
     reward = {r["iteration"]: r["reward"] for r in log if "reward" in r}
     values = {r["iteration"]: r["eval"] for r in log if "eval" in r}
-    y, base, best = list(reward.values()), values.get(0, math.nan), max(values, key=values.get,
-                                                                          default=0)
-    smooth = [sum(w) / len(w) for w in (y[max(0, n - 4):n + 5] for n in range(len(y)))]
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    ax = figure.subplots()
-    ax.plot(list(reward), y, "C1.", alpha=0.35, label="training reward (rollout)")
-    ax.plot(list(reward), smooth, "C1", label="the same, mean of 9 iterations")
-    ax.plot(list(values), list(values.values()), "C0o-", ms=4,
-            label="evaluation (ODE, fixed prompts and noise)")
-    ax.axhline(base, color="grey", ls="--", lw=1, label=f"base model: {base:.3f}")
-    top = values.get(best, math.nan)
-    ax.plot(best, top, "C0*", ms=16, mec="white",
-            label=f"best: {top:.3f} ({top - base:+.3f}) at iteration {best}")
-    ax.set(xlabel="iteration", ylabel=f"reward: {' + '.join(cfg.reward)}",
-           title=f"{cfg.method} on {cfg.model}")
-    ax.grid(alpha=0.25)
-    ax.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=110)
+    y, best = list(reward.values()), max(values, key=values.get, default=0)
+    base, top = values.get(0, math.nan), values.get(best, math.nan)
+    smooth = [statistics.mean(y[max(0, n - 4):n + 5]) for n in range(len(y))]
+    with figure(path, (8, 5)) as (fig, [[ax]]):
+        ax.plot(list(reward), y, "C1.", alpha=0.35, label="training reward (rollout)")
+        ax.plot(list(reward), smooth, "C1", label="the same, mean of 9 iterations")
+        ax.plot(list(values), list(values.values()), "C0o-", ms=4,
+                label="evaluation (ODE, fixed prompts and noise)")
+        ax.axhline(base, color="grey", ls="--", lw=1, label=f"base model: {base:.3f}")
+        ax.plot(best, top, "C0*", ms=16, mec="white",
+                label=f"best: {top:.3f} ({top - base:+.3f}) at iteration {best}")
+        ax.set(xlabel="iteration", ylabel=f"reward: {' + '.join(cfg.reward)}",
+               title=f"{cfg.method} on {cfg.model}")
+        ax.grid(alpha=0.25)
+        fig.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
 
-def draw_blocks(path: Path, title: str, captions: list[str], blocks: dict[str, Tensor]) -> None:
+def draw_blocks(title: str, captions: list[str], blocks: dict[str, Tensor], path: Path) -> None:
     """Named blocks of images (R, C, 3, H, W) side by side, a row per caption."""
-    from matplotlib.figure import Figure
-
     rows, cols, _, side, _ = next(iter(blocks.values())).shape
     gap, size = max(1, side // 12), (2 + 0.75 * cols * len(blocks), 1 + 0.75 * rows)
-    figure = Figure(figsize=size, layout="constrained")
-    figure.suptitle(title, fontsize=11)
-    axes = figure.subplots(1, len(blocks), squeeze=False)[0]
-    for ax, (name, images) in zip(axes, blocks.items(), strict=True):
-        ax.imshow(tiles(images, gap).permute(1, 2, 0).numpy(), interpolation="nearest")
-        ax.set_title(name, fontsize=10)
-        ax.set(xticks=[], yticks=[])
-        ax.spines[:].set_visible(False)
-    middle = [r * (side + gap) + side / 2 for r in range(rows)]
-    axes[0].set_yticks(middle, [short(c, 28) for c in captions])
-    axes[0].tick_params(length=0)
-    figure.savefig(path, dpi=110)
+    with figure(path, size, 1, len(blocks)) as (fig, [axes]):
+        fig.suptitle(title, fontsize=11)
+        for ax, (name, images) in zip(axes, blocks.items(), strict=True):
+            ax.imshow(tiles(images, gap).permute(1, 2, 0).numpy(), interpolation="nearest")
+            ax.set_title(name, fontsize=10)
+            ax.set(xticks=[], yticks=[])
+            ax.spines[:].set_visible(False)
+        middle = [r * (side + gap) + side / 2 for r in range(rows)]
+        axes[0].set_yticks(middle, [short(c, 28) for c in captions])
+        axes[0].tick_params(length=0)
 
 def draw_before_after(run, path: Path) -> None:
     """The base model and the trained one from the same noise."""
@@ -203,7 +261,7 @@ def draw_before_after(run, path: Path) -> None:
         mean = (run.weights @ T.score(run.rewards, images, prompts)).mean()
         blocks[f"{name}: mean reward {mean:.2f}"] = thumbnails(images).unflatten(0, (count, cols))
     title = f"{run.cfg.method} on {run.cfg.model}: eval (ODE), same noise left and right"
-    draw_blocks(path, title, chosen, blocks)
+    draw_blocks(title, chosen, blocks, path)
 
 def siblings(level) -> int:
     """Most children that a node of the level has."""
@@ -222,7 +280,7 @@ def tree_rows(tree) -> list[dict[int, float]]:
         above = {}
         for edge, x in rows[0].items():
             above.setdefault(int(level.parent[edge]), []).append(x)
-        rows.insert(0, {n: sum(xs) / len(xs) for n, xs in above.items()})
+        rows.insert(0, {n: statistics.mean(xs) for n, xs in above.items()})
     return rows
 
 def tree_boxes(tree) -> list[dict[int, tuple[float, float, float]]]:
@@ -230,8 +288,7 @@ def tree_boxes(tree) -> list[dict[int, tuple[float, float, float]]]:
     rows, boxes, y, above = tree_rows(tree), [], 0.0, 0.0
     width = max(rows[-1].values())
     for level, row in zip([None, *tree.levels], rows, strict=True):
-        xs = sorted(row.values())
-        gap = min((b - a for a, b in zip(xs, xs[1:], strict=False)), default=math.inf)
+        gap = min((b - a for a, b in itertools.pairwise(sorted(row.values()))), default=math.inf)
         half = min(0.46 * gap, max(0.6, 0.036 * width))
         space = max(1.0, 0.055 * width) if level and siblings(level) > 1 else 0.5
         y -= above + space + half if level else 0.0
@@ -243,28 +300,26 @@ def draw_tree(run, path: Path) -> None:
     """The tree that the next iteration would train, its edges coloured by advantage."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import CenteredNorm
-    from matplotlib.figure import Figure
-
     slots, prompts = T.draw_prompts(run.cfg, run.prompts, run.iteration)
     tree, images, rewards = run.grow(run.iteration, slots[:1], prompts[:1])
     adv, boxes = T.edge_advantages(tree, rewards, run.cfg, run.weights), tree_boxes(tree)
     (right, foot, half), top = list(boxes[-1].values())[-1], next(iter(boxes[0].values()))[2]
     unit = min(max(0.4, 6 / right), 30 / right)  # inches
     left, width, height = 0.3 - 1.35 / unit, right + 1, 3.4 * top - foot + half + 1.2
-    figure = Figure((unit * (width - left) + 1.2, unit * height + 0.7), layout="constrained")
-    ax, largest = figure.subplots(), max(a.abs().max().item() for a in adv) or 1.0
+    largest = max(a.abs().max().item() for a in adv) or 1.0
     colours = ScalarMappable(CenteredNorm(0, largest), "coolwarm_r")
-    for d, row in enumerate(boxes):
-        paint_row(ax, row, row_pictures(run, tree, images, d, list(row)),
-                  (tree.levels[d - 1], adv[d - 1], boxes[d - 1]) if d else None, colours)
-    paint_prefix(ax, run, tree, slots[0], boxes[0])
-    label_rows(ax, tree, run.weights @ rewards, boxes, left)
-    ax.set(xlim=(left, width), ylim=(3.4 * top - height, 3.4 * top), aspect="equal")
-    ax.axis("off")
-    bar = figure.colorbar(colours, ax=ax, shrink=0.7, aspect=30, pad=0.01)
-    bar.set_label("advantage of an edge\n(blue: made likelier)")
-    figure.suptitle(tree_title(run, tree, prompts[0], len(boxes[-1])), fontsize=12)
-    figure.savefig(path, dpi=150)
+    size = unit * (width - left) + 1.2, unit * height + 0.7
+    with figure(path, size, dpi=150) as (fig, [[ax]]):
+        for d, row in enumerate(boxes):
+            paint_row(ax, row, row_pictures(run, tree, images, d, list(row)),
+                      (tree.levels[d - 1], adv[d - 1], boxes[d - 1]) if d else None, colours)
+        paint_prefix(ax, run, tree, slots[0], boxes[0])
+        label_rows(ax, tree, run.weights @ rewards, boxes, left)
+        ax.set(xlim=(left, width), ylim=(3.4 * top - height, 3.4 * top), aspect="equal")
+        ax.axis("off")
+        bar = fig.colorbar(colours, ax=ax, shrink=0.7, aspect=30, pad=0.01)
+        bar.set_label("advantage of an edge\n(blue: made likelier)")
+        fig.suptitle(tree_title(run, tree, prompts[0], len(boxes[-1])), fontsize=12)
 
 def tree_title(run, tree, prompt: str, drawn: int) -> str:
     cfg, first, last, leaves = run.cfg, tree.levels[0].step, tree.levels[-1].step, len(tree.leaves)
@@ -278,12 +333,11 @@ def row_pictures(run, tree, images: Tensor, d: int, nodes: list[int]) -> Tensor:
     if d == len(tree.levels):
         return thumbnails(images[nodes])
     level = tree.levels[d]
-    clean = run.policy.denoised(level.x[nodes], level.pred[nodes], level.step.i)
-    return thumbnails(run.decode(clean))
+    return thumbnails(run.decode(run.policy.denoised(level.x[nodes], level.pred[nodes],
+                                                     level.step.i)))
 
 def framed(ax, picture: Tensor, x: float, y: float, half: float, colour) -> None:
     from matplotlib.patches import Rectangle
-
     box = (x - half, x + half, y - half, y + half)
     ax.imshow(picture.permute(1, 2, 0).numpy(), extent=box, interpolation="nearest", zorder=2)
     ax.add_patch(Rectangle(box[::2], 2 * half, 2 * half, fill=False, ec=colour, lw=2, zorder=3))
@@ -334,7 +388,7 @@ def label_rows(ax, tree, total: Tensor, boxes, left: float) -> None:
                 rotation=90 * (len(boxes[-1]) > 40),
                 weight="bold" if total[leaf] == total.max() else "normal")
 
-# ==== Scorers: rewards of `treegrpo.py --reward` and metrics of `score` =========================
+# ==== 5. Scorers: rewards of `treegrpo.py --reward` and metrics of `score` ======================
 CLIP_L, CLIP_H = "openai/clip-vit-large-patch14", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 HUB = {  # hub repository, file, size, repository of the tokenizer
     "hpsv2": ("xswu/HPSv2", "HPS_v2.1_compressed.pt", "2 GB", CLIP_L),
@@ -357,7 +411,7 @@ OPEN_CLIP = """visual.transformer.resblocks vision_model.encoder.layers  .ln_ .l
     text_projection text_projection.weight""".split()  # name there, name in transformers, in order
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
-def from_open_clip(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def from_open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """open_clip weights -> transformers' CLIPModel: names, projections transposed, q k v apart."""
     out = {}
     for key, value in state.items():
@@ -396,7 +450,7 @@ def load_clip(name: str, device, folder: Path | None):
         raise ValueError(f"the tokenizer of {words} has {len(tokenizer)} tokens, not {need}")
     return model.to(device).eval().requires_grad_(False), tokenizer
 
-def clip_pixels(images: torch.Tensor, side: int, longest: bool = False) -> torch.Tensor:
+def clip_pixels(images: Tensor, side: int, longest: bool = False) -> Tensor:
     """Images (B, 3, H, W) in [0, 1] -> (B, 3, side, side): antialiased bicubic, normalised.
 
     longest: the longest side becomes `side`, zeros fill the rest, as in the hpsv2 package;
@@ -419,17 +473,16 @@ def clip_reward(name: str, device, folder: Path | None):
     side = model.config.vision_config.image_size
     if hps:
         from ftfy import fix_text  # the package cleans prompts before it splits them into tokens
-
         def clean(prompt: str) -> str:
             return html.unescape(html.unescape(fix_text(prompt))).lower()
 
     @functools.lru_cache(maxsize=4096)
-    def text(prompt: str) -> torch.Tensor:  # (D,); a prompt that is too long loses its end
+    def text(prompt: str) -> Tensor:  # (D,); a prompt that is too long loses its end
         ids = tokenizer([clean(prompt)], padding="max_length", truncation=True, max_length=77,
                         split_special_tokens=True, return_tensors="pt").input_ids
         return F.normalize(model.get_text_features(ids.to(device)).pooler_output)[0]
 
-    def score(images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+    def score(images: Tensor, prompts: list[str]) -> Tensor:
         image = torch.cat([model.get_image_features(clip_pixels(x, side, hps)).pooler_output
                            for x in images.to(device).split(32)])
         return (F.normalize(image) * torch.stack([text(p) for p in prompts])).sum(1)
@@ -438,7 +491,7 @@ def clip_reward(name: str, device, folder: Path | None):
 def jpeg_reward(sign: int, device, folder=None):
     """Sign times the size in kB as a JPEG of quality 95 (ddpo-pytorch)."""
     from PIL import Image
-    def kilobytes(image: torch.Tensor) -> float:  # (3, H, W)
+    def kilobytes(image: Tensor) -> float:  # (3, H, W)
         pixels = (image.float() * 255).round().byte().permute(1, 2, 0).cpu().numpy()
         Image.fromarray(pixels).save(file := io.BytesIO(), "JPEG", quality=95)
         return file.tell() / 1000
@@ -450,20 +503,17 @@ def aesthetic_metric(device, folder: Path | None = None):
     Local copies: a folder with the MLP's file and, in it, `clip-vit-large-patch14`.
     """
     from huggingface_hub import hf_hub_download
-
-    repo, file, *_ = HUB["aesthetic"]
-    widths = (768, 1024, 128, 64, 16, 1)
-    # keys of the published file: layers.0, 2, 4, 6, 7 (dropout between, no activation)
-    mlp = nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)))
-    path = folder / file if folder else hf_hub_download(repo, file)
-    state = torch.load(path, "cpu", weights_only=True)
+    (repo, file, *_), widths = HUB["aesthetic"], (768, 1024, 128, 64, 16, 1)
+    mlp = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
+    state = torch.load(folder / file if folder else hf_hub_download(repo, file), "cpu",
+                       weights_only=True)  # layers 0, 2, 4, 6, 7: dropout between, no activation
     mlp.load_state_dict({f"{new}.{p}": state[f"layers.{old}.{p}"] for p in ("weight", "bias")
                          for new, old in enumerate((0, 2, 4, 6, 7))})
     mlp.to(device).requires_grad_(False)
     clip, _ = load_clip("clip", device, folder / "clip-vit-large-patch14" if folder else None)
     side = clip.config.vision_config.image_size
 
-    def score(images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+    def score(images: Tensor, prompts: list[str]) -> Tensor:
         x = torch.cat([clip.get_image_features(clip_pixels(x, side)).pooler_output
                        for x in images.to(device).split(32)])
         return mlp(F.normalize(x))[:, 0]
@@ -471,32 +521,29 @@ def aesthetic_metric(device, folder: Path | None = None):
 
 def imagereward_metric(device, folder: Path | None = None):
     """ImageReward v1.0 (arXiv 2304.05977), through its own package, one image at a time."""
-    try:
-        import ImageReward
-    except ImportError as e:
-        raise ImportError(f"{e}; it runs the image-reward package, which needs OpenAI's clip "
-                          "and transformers 4, hence an environment of its own") from None
     from PIL import Image
-
+    with T.explained("needs the image-reward package, with OpenAI's clip and transformers 4, hence "
+                     "an environment of its own", ImportError, error=ImportError):
+        import ImageReward
     local = folder and {"name": str(folder / "ImageReward.pt"),
                         "med_config": str(folder / "med_config.json")}
     model = ImageReward.load(**(local or {}), device=str(device))
 
-    def score(images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+    def score(images: Tensor, prompts: list[str]) -> Tensor:
         pixels = (images * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
         return torch.tensor([float(model.score(p, Image.fromarray(x)))
                              for p, x in zip(prompts, pixels, strict=True)])
     return score
 
-def scorer(make, name: str, device, folder: Path | None = None):
-    """make(device, folder), with one line for whatever is missing or wrong."""
+def scorer(make, name: str, device, folder: Path | None = None, flag: str = "--reward"):
+    """make(device, folder), with one line for whatever is missing or wrong; flag: who asked."""
     try:
         return make(device, folder)
     except T.UsageError:
         raise
     except Exception as e:
         what, place = " ".join(str(e).split()).partition(". ")[0], f" in {folder}" if folder else ""
-        error = f"--reward {name}{place}: {what} ({type(e).__name__})"
+        error = f"{flag} {name}{place}: {what} ({type(e).__name__})"
         if name in HUB:
             repo, file, size, words = HUB[name]
             error += (f". It needs {file} ({size}) of {repo} and the tokenizer (vocab.json, "
@@ -505,9 +552,7 @@ def scorer(make, name: str, device, folder: Path | None = None):
 
 SCORERS = {"jpeg": functools.partial(jpeg_reward, -1),  # compressible
            "incompressible": functools.partial(jpeg_reward, 1),
-           "hpsv2": functools.partial(clip_reward, "hpsv2"),
-           "clip": functools.partial(clip_reward, "clip"),
-           "pickscore": functools.partial(clip_reward, "pickscore"),
+           **{k: functools.partial(clip_reward, k) for k in ("hpsv2", "clip", "pickscore")},
            "aesthetic": aesthetic_metric, "imagereward": imagereward_metric}
 SCORERS = {name: functools.partial(scorer, make, name) for name, make in SCORERS.items()}
 
@@ -521,7 +566,7 @@ PROMPTS = [  # for a first run of a real model: subjects, counts, colours, place
     "a market square at night lit by lanterns, watercolour", "a green parrot on a stack of books",
     "an empty railway station in fog, black and white photo", "a castle made of ice at midnight"]
 
-# ==== 3. Measures: fn(images (B, 3, H, W) in [0, 1], prompts) -> (B,), as rewards are ===========
+# ==== 6. Measures: fn(images (B, 3, H, W) in [0, 1], prompts) -> (B,), as rewards are ===========
 INK = 0.55  # the tiny world's paper is 0.97 in every channel; each of its inks is below 0.27 in one
 CLEAN = 0.1  # a background pixel is clean within this of the paper
 
@@ -540,19 +585,18 @@ def right_colour(images: Tensor, prompts: list[str]) -> Tensor:
     images, ink = tiny_pixels(images)
     mean = (images * ink[:, None]).sum((2, 3))  # the hue of a sum is that of the mean
     palette = hue(torch.tensor(list(T.COLOURS.values()), device=images.device))
-    nearest, names = (hue(mean)[:, None] - palette).cos().argmax(1).tolist(), list(T.COLOURS)
-    right = torch.tensor([names[n] == p.split()[1] for n, p in zip(nearest, prompts, strict=True)])
-    return (right.to(ink.device) & ink.any((1, 2))).float()
+    nearest = (hue(mean)[:, None] - palette).cos().argmax(1)
+    want = torch.tensor([list(T.COLOURS).index(p.split()[1]) for p in prompts])
+    return ((nearest == want.to(ink.device)) & ink.any((1, 2))).float()
 
 def match(images: Tensor) -> tuple[Tensor, Tensor]:
     """Shape and place whose outline best correlates with the ink of any colour; -1: no ink."""
-    def centred(ink):
-        ink = ink.flatten(1).float()
+    def centred(images):
+        ink = tiny_pixels(images)[1].flatten(1).float()
         return F.normalize(ink - ink.mean(1, keepdim=True))
-
     colour = next(iter(T.COLOURS))
-    outlines = torch.cat([tiny_pixels(T.draw_caption(f"a {colour} {s}"))[1] for s in T.SHAPES])
-    value, best = (centred(tiny_pixels(images)[1]) @ centred(outlines).T.to(images.device)).max(1)
+    outlines = centred(torch.cat([T.draw_caption(f"a {colour} {s}") for s in T.SHAPES]))
+    value, best = (centred(images) @ outlines.T.to(images.device)).max(1)
     return torch.where(value > 0, best // len(T.PLACES), -1), best % len(T.PLACES)
 
 def right_shape(images: Tensor, prompts: list[str]) -> Tensor:
@@ -567,7 +611,7 @@ def clean_background(images: Tensor, prompts: list[str]) -> Tensor:
     paper = ((images - 0.97).abs() < CLEAN).all(1)
     return (paper & far).sum((1, 2)) / far.sum((1, 2)).clamp(min=1)
 
-def saturation(images: Tensor, prompts: list[str]) -> Tensor:
+def chroma(images: Tensor, prompts: list[str]) -> Tensor:
     """Largest minus smallest channel, mean over pixels."""
     return (images.amax(1) - images.amin(1)).mean((1, 2))
 
@@ -592,37 +636,92 @@ METRICS = {  # fn(device, folder) -> measure, besides the rewards
     "clean": lambda device, folder=None: clean_background,
 }
 TINY_METRICS, REAL_METRICS = ["shapes", "colour", "shape", "clean"], ["hpsv2", "clip"]
-DRIFT = {"saturation": saturation, "sharpness": sharpness}
-FALL = 0.02  # relative; a metric that was not trained for and surely falls by more raises an alarm
-ALARMS = {  # change relative to the base outside of which a reward may be gamed: least, most, why
-    "saturation": (-0.25, 0.25, "preference models like strong colour and contrast"),
-    "sharpness": (-0.25, 0.25, "texture, grids and noise raise it; blur lowers it"),
-    "diversity": (-0.25, math.inf, "one image per prompt is the cheapest way to a high reward"),
-    "spread": (-0.25, math.inf, "the same, seen in where shapes are"),
-}
+DRIFT = {"chroma": chroma, "sharpness": sharpness}
 
 def load_metric(name: str, device, folders: dict):
     known = T.reward_makers() | METRICS
     T.require(":" in name or name in known, f"--metrics {name}: allowed are {', '.join(known)} or "
               f"MODULE:FUNCTION{T.nearest(name, known)}")
-    return (known[name](device, folders.get(name)) if name in known else
+    how = {"flag": "--metrics"} if name in SCORERS else {}
+    return (known[name](device, folders.get(name), **how) if name in known else
             T.load_function("--metrics", name))
 
-# ==== 4. score: paired comparison of runs with their base =======================================
-RESAMPLES, FEW = 2000, 4
+# ==== 7. Health: what a run's numbers should be, for the loop, `check` and `score` ==============
+FALL = 0.02  # relative; a metric that was not trained for and surely falls by more raises an alarm
+HEALTH = {  # value of the log, or of `score` its change relative to the base: least, most, why
+    "zero_std_frac": (0, 0.5, "prompts whose images all score alike teach nothing: raise "
+                      "--noise-level or --branch, drop these prompts, or use a finer reward"),
+    "reward_std": (1e-4, math.inf, "rewards of a prompt's images are nearly the same: raise "
+                   "--noise-level or lower --window-ratio, or use a reward that tells them apart"),
+    "diversity": (0.01, math.inf, "images of a prompt are nearly the same: raise --noise-level, "
+                  "--roots or --depth, or lower --window-ratio for earlier windows"),
+    "saturation": (0, 0.5, "half of the pixel values are at 0 or 1: the reward is being gamed; "
+                   "raise --kl or stop earlier, and look at the images"),
+    "ratio_max/0": (0, 2e-5, "the update does not see the model that sampled: look for dropout, "
+                    "train mode, or another micro-batch or precision; run `evaluate.py check`"),
+    "ratio_std": (0, 0.02, "the policy moves far within one rollout: lower --lr or --inner-epochs"),
+    "clip": (1e-4, 0.5, "share of edges the clip stops in the last epoch: at 0 it does nothing "
+             "(lower --clip), above half the update stands still (lower --lr or --inner-epochs)"),
+    "grad_norm": (1e-7, 10, "gradient norm before clipping: at 0 nothing is learnt (do rewards "
+                  "differ?), if large lower --lr, --sft or --kl"),
+    "kl": (0, 0.05, "far from the reference model: raise --kl, lower --lr, or stop earlier"),
+    "change of chroma": (-0.25, 0.25, "preference models like strong colour and contrast"),
+    "change of sharpness": (-0.25, 0.25, "texture, grids and noise raise it; blur lowers it"),
+    "change of diversity": (-0.25, math.inf, "one image a prompt is an easy way to a high reward"),
+    "change of spread": (-0.25, math.inf, "the same, seen in where shapes are"),
+}
+
+def vitals(log: dict) -> dict[str, float]:
+    """What HEALTH has a range for in a line of the training log; the worst of the epochs."""
+    last = max((int(k.split("/")[1]) for k in log if k.startswith("grad_norm/")), default=0)
+    out = {k: log[k] for k in HEALTH if k in log}
+    for name in ("grad_norm", "kl", "ratio_std"):
+        values = [log[f"{name}/{n}"] for n in range(last + 1) if f"{name}/{n}" in log]
+        out |= {name: max(values)} if values else {}
+    if last:  # with one epoch per rollout the ratio is 1 and nothing can be clipped
+        out["clip"] = log[f"clip_low/{last}"] + log[f"clip_high/{last}"]
+    return out
+
+def healthy(name: str, value: float) -> bool:
+    return HEALTH[name][0] <= value <= HEALTH[name][1]
+
+def warn(history: list[dict], patience: int = 10) -> list[str]:
+    """Advice on what left its healthy range `patience` iterations ago, oldest log line first.
+
+    A value that stays outside is named again after ten times as many iterations.
+    """
+    seen, out = [vitals(log) for log in reversed(history) if "reward" in log], []
+    for name, (low, high, advice) in HEALTH.items():
+        ill = list(itertools.takewhile(lambda v, n=name: n in v and not healthy(n, v[n]), seen))
+        if len(ill) == patience or (ill and len(ill) % (10 * patience) == 0):
+            out.append(f"{name} {ill[0][name]:.3g} is outside {low:g} to {high:g} for {len(ill)} "
+                       f"iterations: {advice}")
+    return out
+
+def watch(history: list[dict], log: dict) -> None:
+    """Add a line of the log to its history; print what `warn` makes of it above the bar."""
+    from tqdm import tqdm
+    history[:] = [*history[-100:], log]
+    for advice in warn(history):
+        tqdm.write(f"advice: {advice}", file=sys.stderr)
+
+def health_text() -> str:
+    rows = [f"{name}, {low:g} to {high:g}: {why}" for name, (low, high, why) in HEALTH.items()]
+    return "\n".join(["healthy ranges of the log, and of changes in `score`:"] + [
+        textwrap.fill(row, 100, initial_indent="  ", subsequent_indent="      ") for row in rows])
+
+# ==== 8. score: paired comparison of runs with their base =======================================
+RESAMPLES = 2000
 
 def bootstrap(diff: Tensor) -> tuple[float, float]:
     """95 % interval of the mean of paired differences (P prompts, n images).
 
-    In each resample prompts are drawn with replacement, then images within them. Up to 4 prompts
-    with several images each are kept as they are: the interval then is about these prompts only.
+    In each resample prompts are drawn with replacement, then images within them.
     """
     (P, n), gen = diff.shape, torch.Generator().manual_seed(0)
     if P * n < 2:
         return math.nan, math.nan
     rows = torch.randint(P, (RESAMPLES, P, 1), generator=gen)
-    if P <= FEW and n > 1:
-        rows = torch.arange(P)[:, None]
     means = diff[rows, torch.randint(n, (RESAMPLES, P, n), generator=gen)].mean((1, 2))
     return tuple(means.quantile(torch.tensor([0.025, 0.975])).tolist())
 
@@ -636,11 +735,10 @@ def compare_scores(base: Tensor, trained: Tensor) -> dict:
 
 def alarm(name: str, row: dict, rewards) -> str:
     """Why a measure looks as if the reward was gamed; empty if it does not."""
-    low, high, _ = ALARMS.get(name, (-math.inf, math.inf, ""))
-    change = row["difference"] / row["base"] if row["base"] > 0 else 0.0
-    if not low <= change <= high:
-        return f"drift {change:+.0%}"
-    falls = name not in {*ALARMS, *rewards} and row["high"] < 0 and change < -FALL
+    change, drift = row["difference"] / row["base"] if row["base"] > 0 else 0.0, f"change of {name}"
+    if drift in HEALTH:
+        return "" if healthy(drift, change) else f"drift {change:+.0%}"
+    falls = name not in rewards and row["high"] < 0 and change < -FALL
     return f"falls {change:+.0%}" if falls else ""
 
 def image_folder(folder: Path, cfg: T.Config, weights: str, seed: int, n: int) -> Path:
@@ -658,29 +756,23 @@ def image_folder(folder: Path, cfg: T.Config, weights: str, seed: int, n: int) -
 def generate(where: Path, folder: Path, weights: str, prompts, seed: int, n: int) -> dict:
     """{prompt: PNG with its n images side by side}; those that exist are kept."""
     from tqdm import tqdm
-
     wanted = {p: where / f"{hashlib.sha256(p.encode()).hexdigest()[:16]}.png" for p in prompts}
     missing, run = {p: path for p, path in wanted.items() if not path.exists()}, None
     for prompt, path in tqdm(missing.items(), f"{where}: images", disable=not missing):
         run = run or load_run(folder, weights)
-        with run.averaged():
-            images = run.sample([prompt] * n, ("score", seed, prompt), list(range(n)))
-        T.check_images(images, [prompt] * n)
-        save_png(torch.cat(list(images), 2), path)
+        save_png(torch.cat(list(images_of(run, prompt, seed, n)), 2), path)
     return wanted
 
 def read_images(path: Path, n: int) -> Tensor:
     """(n, 3, H, W) from what `generate` wrote."""
     import numpy as np
     from PIL import Image
-
     strip = torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1) / 255
     return torch.stack(strip.chunk(n, 2))
 
 def measure(paths: dict, n: int, metrics: dict, sets: dict, device) -> dict:
     """By name, metrics of all images (P, n) and set measures of all prompts (P, 1)."""
     from tqdm import tqdm
-
     values, where = {name: [] for name in metrics | sets}, next(iter(paths.values())).parent
     for prompt, path in tqdm(paths.items(), f"{where}: scores", unit="prompt"):
         images = read_images(path, n).to(device)
@@ -694,124 +786,729 @@ def hpdv2_prompts() -> list[str]:
     """The benchmark of HPDv2 (arXiv 2306.09341): 800 prompts in each of four styles."""
     try:
         from huggingface_hub import hf_hub_download
-
         files = [hf_hub_download("zhwang/HPDv2", f"benchmark/{style}.json", repo_type="dataset")
                  for style in ("anime", "concept-art", "paintings", "photo")]
         return [p for f in files for p in json.loads(Path(f).read_text("utf-8"))]
     except (ImportError, OSError, ValueError) as e:
         raise T.UsageError("--prompts hpdv2: the data set zhwang/HPDv2 cannot be fetched "
-                         f"({type(e).__name__}); give a .txt or .jsonl file") from None
+                           f"({type(e).__name__}); give a .txt or .jsonl file") from None
 
-def score_prompts(args, configs: dict) -> list[str]:
+def score_prompts(source: str | None, configs: dict) -> list[str]:
     """Prompts to evaluate on, without repeats; says which of them were trained on."""
-    source, prompts = args.prompts, T.CAPTIONS
+    prompts = T.CAPTIONS
     if source == "hpdv2" or not (source or all(map(is_tiny, configs.values()))):
         prompts = hpdv2_prompts()
     elif source:
         prompts = T.read_prompts(source)
     prompts = list(dict.fromkeys(prompts))
-    if args.limit and args.limit < len(prompts):
-        prompts = T.stream(args.seed, "limit").sample(prompts, args.limit)
     for folder, cfg in configs.items():
         check_prompts(cfg, prompts)
-        if is_tiny(cfg):
-            print(f"{folder}: the tiny world's captions are a closed set; only the noise is new")
-            continue
         try:
             seen = set(prompts) & set(T.training_prompts(cfg))
+            text = f"trained on {len(seen)} of these {len(prompts)} prompts"
         except T.UsageError as e:
-            print(f"warning: {folder}: overlap with its training prompts is unknown ({e})")
-        else:
-            print(f"{folder}: trained on {len(seen)} of these {len(prompts)} prompts")
+            text = f"overlap with its training prompts is unknown ({e})"
+        closed = "the tiny world's captions are a closed set; only the noise is new"
+        print(f"{folder}: {closed if is_tiny(cfg) else text}")
     return prompts
 
 def score_command(args) -> None:
     """paired differences of runs from their base, with intervals, win rates and alarms"""
     configs = {Path(f): run_config(f) for f in args.runs}
     tiny = all(map(is_tiny, configs.values()))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device, n = T.pick_device("auto"), args.n or (16 if tiny else 4)
     rewards = {f: [T.parse_reward(r)[0] for r in cfg.reward] for f, cfg in configs.items()}
     names = args.metrics or sum(rewards.values(), []) + (TINY_METRICS if tiny else REAL_METRICS)
     pairs = [*args.reward_weights, *(p for c in configs.values() for p in c.reward_weights)]
     local = T.local_weights(pairs)
     metrics = {name: load_metric(name, device, local) for name in names} | DRIFT
-    prompts, n = score_prompts(args, configs), args.n or (16 if tiny else 4)
     sets = ({"diversity": prompt_diversity} if n > 1 else {}) | ({"spread": spread} if tiny else {})
-    rows, table, pictures, values = [], [], {}, {}
+    prompts, rows, by_prompt = score_prompts(args.prompts, configs), [], []
+    values, pictures = {}, {}
     for folder, cfg in configs.items():
-        for weights in ("base", args.weights):
-            where = image_folder(folder, cfg, weights, args.seed, n)
-            paths = generate(where, folder, weights, prompts, args.seed, n)
-            if where not in values:
-                values[where] = measure(paths, n, metrics, sets, device)
+        where = {w: image_folder(folder, cfg, w, args.seed, n) for w in ("base", args.weights)}
+        for weights, place in where.items():
+            paths = generate(place, folder, weights, prompts, args.seed, n)
+            if place not in values:
+                values[place] = measure(paths, n, metrics, sets, device)
                 name = f"base of {cfg.model}" if weights == "base" else str(folder)
                 pictures[name] = torch.stack([thumbnails(read_images(paths[p], n)[:4])
-                                               for p in prompts[:8]])
-        base = values[image_folder(folder, cfg, "base", args.seed, n)]
-        for name, (b, t) in {k: (base[k], values[where][k]) for k in base}.items():
+                                              for p in prompts[:8]])
+        for name, b in values[where["base"]].items():
+            t = values[where[args.weights]][name]
             row = {"run": str(folder), "metric": name} | compare_scores(b, t)
             rows.append(row | {"alarm": alarm(name, row, rewards[folder])})
             means = zip(prompts, *(v.mean(1).tolist() for v in (b, t, t - b)), strict=True)
-            table += [(folder, name, *line) for line in means]
+            by_prompt += [(folder, name, *line) for line in means]
     setting = {"prompts": len(prompts), "images_per_prompt": n, "seed": args.seed,
                "weights": args.weights}
     out = Path(args.out or Path(args.runs[0]) / "score")
-    write_scores(out, setting, rows, table, prompts, pictures)
+    write_scores(out, setting, rows, by_prompt)
+    draw_all(out, grid=functools.partial(draw_blocks, "eval (ODE): same noise in all blocks",
+                                         prompts[:8], pictures))
 
 def summary(setting: dict, rows: list[dict]) -> str:
     """Markdown: a table per run and the meaning of the alarms."""
     lines = ["# {prompts} prompts x {images_per_prompt} images, seed {seed}, {weights} weights, "
              "ODE sampler, same noise for base and run".format(**setting)]
-    columns = ("metric", "base", "run", "difference", "95 % interval", "win rate", "alarm")
+    head = ("metric", "base", "run", "difference", "95 % interval", "win rate", "alarm")
     for folder in dict.fromkeys(r["run"] for r in rows):
-        lines += ["", f"## {folder}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-        for r in (r for r in rows if r["run"] == folder):
-            wins = "" if r["metric"] in ALARMS else f"{r['win_rate']:.0%}"
-            lines.append("| {metric} | {base:.3f} | {trained:.3f} | {difference:+.3f} | {low:+.3f} "
-                         "to {high:+.3f} | {wins} | {alarm} |".format(**r, wins=wins))
-    lines += ["", f"Alarms: a metric that was not the reward surely falls by over {FALL:.0%}, or",
-              "", "| measure | leaves the range, relative to the base | because |", "|---|---|---|"]
-    ranges = [f"| {k} | {lo:+.0%} to {hi:+.0%} | {why} |" for k, (lo, hi, why) in ALARMS.items()
-              if k in {r["metric"] for r in rows}]
-    return "\n".join(lines + ranges).replace("+inf%", "any") + "\n"
+        lines += ["", f"## {folder}", "", *table(head, [
+            (r["metric"], f"{r['base']:.3f}", f"{r['trained']:.3f}", f"{r['difference']:+.3f}",
+             f"{r['low']:+.3f} to {r['high']:+.3f}", 
+             "" if f"change of {r['metric']}" in HEALTH else f"{r['win_rate']:.0%}", r["alarm"])
+            for r in rows if r["run"] == folder])]
+    ranges = [(name, f"{lo:+.0%} to {hi:+.0%}".replace("+inf%", "any"), why)
+              for name, (lo, hi, why) in HEALTH.items() if name.startswith("change")]
+    return "\n".join([*lines, "", f"Alarms: a metric that was not the reward surely falls by over "
+                      f"{FALL:.0%}, or", "", *table(("relative", "leaves", "because"), ranges), ""])
 
-def write_scores(out: Path, setting: dict, rows, table, prompts, pictures) -> None:
-    """summary.md, summary.json, prompts.csv and grid.png."""
-    out.mkdir(parents=True, exist_ok=True)
-    text = summary(setting, rows)
-    results = [{k: None if v != v else v for k, v in r.items()} for r in rows]  # JSON has no nan
-    (out / "summary.md").write_text(text)
-    (out / "summary.json").write_text(json.dumps(setting | {"results": results}, indent=1) + "\n")
-    with open(out / "prompts.csv", "w", newline="", encoding="utf-8") as f:
-        columns = ("run", "metric", "prompt", "base", "trained", "difference")
-        csv.writer(f).writerows([columns, *table])
+def write_scores(out: Path, setting: dict, rows, by_prompt) -> None:
+    """summary.md, summary.json and prompts.csv."""
+    text, sheet = summary(setting, rows), io.StringIO()
+    columns = ("run", "metric", "prompt", "base", "trained", "difference")
+    csv.writer(sheet).writerows([columns, *by_prompt])
     print("\n" + text)
-    try:
-        draw_blocks(out / "grid.png", "eval (ODE): same noise in all blocks", prompts[:8], pictures)
-    except ImportError:
-        print("no grid.png: matplotlib is not installed (pip install matplotlib)")
-    print(f"written: {out}/ summary.md summary.json prompts.csv grid.png")
+    write(out / "summary.md", text)
+    write(out / "summary.json", to_json(setting | {"results": rows}))
+    write(out / "prompts.csv", sheet.getvalue())
+    print(f"written: {out}/ summary.md summary.json prompts.csv")
 
-# ==== 5. Command line ===========================================================================
-def draw_command(args) -> None:
-    """curve.png, grid.png and tree.png of a run, as after training"""
-    run = load_run(args.run, "last", rewards=True)
-    run.iteration = run.iteration if args.iteration is None else args.iteration
-    draw_run(run)
+# ==== 9. compare: methods trained at equal denoiser cost ========================================
+# Cost is in forward-equivalents: a latent through the denoiser is 1, its backward pass 2; under
+# guidance the pair counts once. Evaluation is free, for all methods alike.
+UNHASHED = ("out", "resume", "overwrite", "plan", "track", "eval_every", "save_every")
 
-def sample_command(args) -> None:
-    """images of a trained run, a row per prompt"""
-    check_prompts(run_config(args.run), args.texts)
-    run, n = load_run(args.run, args.weights), args.n or 8
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One training run of a comparison."""
+    cfg: T.Config
+    budget: int
+    every: int
+
+    @property
+    def path(self) -> Path:
+        """Where its result is kept, named by a hash of what it depends on."""
+        config = {k: v for k, v in dataclasses.asdict(self.cfg).items() if k not in UNHASHED}
+        text = json.dumps([config, self.budget, self.every])
+        return Path(self.cfg.out) / f"{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+
+def iteration_cost(cfg: T.Config, iteration: int) -> int:
+    return T.forward_equivalents(T.schedule(cfg, iteration), cfg) * cfg.prompts_per_iteration
+
+def make_job(flags: list[str], seed: int, budget: int, every: int, out: Path) -> Job:
+    """With the most iterations, at least one, that cost no more than the budget."""
+    cfg = T.parse([*flags, "--seed", str(seed), "--out", str(out / "runs")])
+    spent = itertools.accumulate(iteration_cost(cfg, n) for n in itertools.count())
+    iterations = sum(1 for _ in itertools.takewhile(lambda cost: cost <= budget, spent))
+    return Job(dataclasses.replace(cfg, iterations=max(1, iterations)), budget, every)
+
+def variants(args) -> dict[str, list[str]]:
+    """Rows of the comparison: label -> flags of treegrpo.py."""
+    out = {m: ["--method", m] for m in args.methods}
+    for text in args.set:
+        label, method, settings = [*text.split(":", 2), "", ""][:3]
+        T.require(label and method, f"--set {text}: must be LABEL:METHOD[:flag=value,...]")
+        out[label] = ["--method", method]
+        for flag, _, value in (s.partition("=") for s in settings.split(",") if s):
+            out[label] += ["--" + flag.strip().replace("_", "-"), *value.split()]
+    for text in args.lr:
+        label, _, rate = text.rpartition("=")
+        T.allow(label in out, "lr", text, [f"{name}=X" for name in out])
+        out[label] += ["--lr", rate]
+    T.require(out, "--methods or --set: name what to compare")
+    for label in args.baseline:
+        T.allow(label in out, "baseline", label, out)
+    return {label: [*args.flags, *flags] for label, flags in out.items()}
+
+def observe(run: T.Run) -> dict:
+    """Reward of the evaluation, and how much images of one prompt differ there."""
+    out, some = {"reward": run.measure()["eval"]}, run.prompts[:16]
+    n = min(run.cfg.eval_images // len(some), 8)
+    if n < 2:
+        return out
     with run.averaged():
-        images = run.sample([p for p in args.texts for _ in range(n)], ("sample", args.seed),
-                            list(range(n)) * len(args.texts))
-    zoom = max(1, 128 // images.shape[-1])
-    images = images.repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
-    path = Path(args.out or Path(args.run) / "sample.png")
-    save_png(tiles(images.unflatten(0, (-1, n)), 4), path)
-    print(path)
+        images = run.sample(some * n, ("evaluation",), list(range(n * len(some))))
+    out["eval_diversity"] = diversity(images, torch.arange(len(images)) % len(some))
+    if is_tiny(run.cfg):  # number of places that shapes take
+        spreads = [spread(images[k::len(some)]).item() for k in range(len(some))]
+        out["places"] = statistics.mean(len(T.PLACES) ** s for s in spreads)
+    return out
 
+def credit(run: T.Run, iterations: int = 4) -> dict:
+    """Advantage at each trained step: mean |A| over some rollouts, and by leaf of the first."""
+    size, example = {}, []
+    for n in reversed(range(iterations)):
+        tree, _, rewards = run.grow(n, [0], T.draw_prompts(run.cfg, run.prompts, n)[1][:1])
+        adv = T.edge_advantages(tree, rewards, run.cfg, run.weights)
+        adv = {m: (level.step.i, adv[m]) for m, level in enumerate(tree.levels) if level.step.train}
+        for i, a in adv.values():
+            size.setdefault(i, []).append(a.abs().mean().item())
+        example = [{i: a[path[m]].item() for m, (i, a) in adv.items()}
+                   for path in map(tree.path, range(len(tree.leaves)))]
+    return {"size": {i: statistics.mean(v) for i, v in size.items()}, "example": example}
+
+def run_job(job: Job) -> dict:
+    """Train within the budget; what came of it is written to `job.path` at the end."""
+    torch.set_num_threads(1)
+    cfg = dataclasses.replace(job.cfg, out=str(job.path.with_suffix("")))
+    run, spent, failed, next_at = T.Run(cfg), {"cost": 0, "cpu": 0.0, "wall": 0.0}, [], job.every
+    out = {"config": dataclasses.asdict(job.cfg), "budget": job.budget, "every": job.every,
+           "seconds": "wall" if run.device.type == "cuda" else "cpu",
+           "points": [{"iteration": 0, **spent, **observe(run)}], "credit": credit(run)}
+    while run.iteration < cfg.iterations and len(failed) < 3:
+        cpu, wall = time.process_time(), time.perf_counter()
+        try:
+            log, failed = run.train_iteration(), []
+        except T.NumericalError as e:
+            log, failed = {}, [*failed, f"{e} (iteration {run.iteration})"]
+        spent = {"cost": spent["cost"] + iteration_cost(cfg, run.iteration),
+                 "cpu": spent["cpu"] + time.process_time() - cpu,
+                 "wall": spent["wall"] + time.perf_counter() - wall}
+        run.iteration += 1
+        if spent["cost"] >= next_at or run.iteration == cfg.iterations:
+            next_at = (spent["cost"] // job.every + 1) * job.every
+            kept = {k: log[k] for k in ("diversity", "zero_std_frac") if k in log}
+            out["points"].append({"iteration": run.iteration, **spent, **kept, **observe(run),
+                                  "train_reward": log.get("reward")})
+    out["failed"] = failed[-1] if len(failed) == 3 else ""
+    write(job.path, json.dumps(out))
+    return out
+
+def run_jobs(jobs: dict, workers: int) -> dict:
+    """Results by key; what is cached is read, the rest runs in `workers` processes."""
+    import concurrent.futures as futures
+    import multiprocessing
+    todo = {job.path: job for job in jobs.values() if not job.path.exists()}
+    for model in {job.cfg.model for job in todo.values() if is_tiny(job.cfg)}:
+        T.tiny_base(model)  # once, before the workers all want it
+    with contextlib.ExitStack() as ends:
+        done = map(run_job, todo.values())
+        if min(workers, len(todo)) > 1:
+            spawn = multiprocessing.get_context("spawn")
+            pool = ends.enter_context(futures.ProcessPoolExecutor(workers, spawn))
+            jobs_ = [pool.submit(run_job, job) for job in todo.values()]
+            done = (job.result() for job in futures.as_completed(jobs_))
+        for n, r in enumerate(done, 1):
+            cfg, points = r["config"], r["points"]
+            print(f"[{n}/{len(todo)}] {cfg['method']} seed {cfg['seed']} lr {cfg['lr']:g}: reward "
+                  f"{points[0]['reward']:.3f} -> {points[-1]['reward']:.3f}, peak {peak(r):.3f}, "
+                  f"{points[-1]['wall']:.0f} s {r['failed']}", flush=True)
+    return {key: json.loads(job.path.read_text()) for key, job in jobs.items()}
+
+def peak(result: dict) -> float:
+    return max(p["reward"] for p in result["points"])
+
+def cost_to(points: list[dict], level: float, unit: str = "cost") -> float:
+    """Cost at which the reward first reaches a level, linear between evaluations; inf if never."""
+    if points[0]["reward"] >= level:
+        return points[0][unit]
+    for a, b in itertools.pairwise(points):
+        if b["reward"] >= level:
+            share = (level - a["reward"]) / (b["reward"] - a["reward"])
+            return a[unit] + share * (b[unit] - a[unit])
+    return math.inf
+
+def compare_command(args) -> None:
+    """train methods on equal denoiser cost; flags that it does not know go to treegrpo.py"""
+    rows, out = variants(args), Path(args.out or "runs/compare")
+    every = args.every or max(1, args.budget // 10)
+    def job(label: str, seed: int, budget: int, *more: str) -> Job:
+        return make_job([*rows[label], *more], seed, budget, every, out)
+    tuned = [label for label, flags in rows.items() if args.tune and "--lr" not in flags]
+    trials = {(label, lr): job(label, args.seeds[0], args.budget // 2, "--lr", f"{lr:g}")
+              for label in tuned for lr in args.tune}
+    grid = [(label, seed) for label in rows for seed in args.seeds]
+    jobs = {(label, seed): job(label, seed, args.budget) for label, seed in grid}  # check all flags
+    trials = run_jobs(trials, args.jobs)
+    for label in tuned:
+        rate = max(args.tune, key=lambda lr, label=label: peak(trials[label, lr]))
+        rows[label] += ["--lr", f"{rate:g}"]
+    if tuned:
+        jobs = {(label, seed): job(label, seed, args.budget) for label, seed in grid}
+    done = run_jobs(jobs, args.jobs)
+    write_comparison(args, out, {r: [done[r, s] for s in args.seeds] for r in rows}, trials)
+
+def summarise(results: list[dict], levels: list[float], baselines: dict) -> dict:
+    """A row of the table: medians over seeds, of the reward with [least, most]."""
+    cfg, last, clock = T.Config(**results[0]["config"]), [], results[0]["seconds"]
+    steps, last = T.schedule(cfg, 0), [r["points"][-1] for r in results]
+    def median(name: str) -> float:
+        return statistics.median([p[name] for p in last if name in p] or [math.nan])
+    def to(level: float, unit: str = "cost", of=results) -> float:
+        return statistics.median(cost_to(r["points"], level, unit) for r in of)
+    row = {"leaves": cfg.roots * math.prod(s.children for s in steps),
+           "trained nodes": T.nfe(steps, cfg.roots)[1], "lr": cfg.lr}
+    for name, v in (("peak", list(map(peak, results))), ("final", [p["reward"] for p in last])):
+        row[name] = [statistics.median(v), min(v), max(v)]
+    row |= {f"cost to {x:g}": to(x) for x in levels}
+    row |= {"cost": median("cost"), "iterations": median("iteration"),
+            "s/iteration": statistics.median(p[clock] / max(1, p["iteration"]) for p in last)}
+    for name, base in baselines.items():
+        best = statistics.median(map(peak, base))
+        for unit, key in (("cost", "cost"), ("seconds", clock)):
+            mine, theirs = to(best, key), to(best, key, base)
+            row[f"{unit} to best of {name}, ×"] = theirs / mine if 0 < mine < math.inf else math.nan
+    return row | {"diversity of leaves": median("diversity"), "places": median("places"),
+                  "diversity of evaluation": median("eval_diversity")}
+
+def write_comparison(args, out: Path, results: dict, trials: dict) -> None:
+    """compare.md, compare.json, pareto.png, credit.png."""
+    baselines, every = {b: results[b] for b in args.baseline}, sum(results.values(), [])
+    rows = {label: summarise(r, args.levels, baselines) for label, r in results.items()}
+    bases = sorted({round(r["points"][0]["reward"], 4) for r in every})
+    cells = [[label, *("{:.3f} [{:.3f}, {:.3f}]".format(*v) if isinstance(v, list) else number(v)
+                       for v in row.values())] for label, row in rows.items()]
+    lines = [f"# Equal cost: {args.budget:,} forward-equivalents, seeds "
+             f"{' '.join(map(str, args.seeds))}", "", f"`{args.line}`", "",
+             *table(["method", *next(iter(rows.values()))], cells), "",
+             f"Reward of the base: {', '.join(map(str, bases))}"
+             f"{' (samplers or cached bases differ)' * (len(bases) > 1)}. Medians over seeds "
+             "[least, most]. Cost: a forward pass is 1, a backward pass 2, evaluation is free; "
+             f"seconds are {every[0]['seconds']} seconds, without evaluation. ×: how much less is "
+             "needed to reach the median best reward of that baseline."]
+    if trials:
+        rates = list(dict.fromkeys(lr for _, lr in trials))
+        lines += ["", f"Learning rates: peak in {args.budget // 2:,}, seed {args.seeds[0]}", "",
+                  *table(["method", *map(number, rates)],
+                         [[name, *(f"{peak(trials[name, lr]):.3f}" for lr in rates)]
+                          for name in dict.fromkeys(name for name, _ in trials)])]
+    lines += [f"\n{label} stopped early: {r['failed']}" for label, runs in results.items()
+              for r in runs if r["failed"]]
+    print("\n" + "\n".join(lines))
+    write(out / "compare.md", "\n".join(lines) + "\n")
+    tuning = [{"method": m, "lr": lr, "peak": peak(r)} for (m, lr), r in trials.items()]
+    write(out / "compare.json", to_json({"command": args.line, "rows": rows, "tuning": tuning}))
+    print(f"\nwritten: {out}/ compare.md compare.json")
+    draw_all(out, pareto=functools.partial(draw_pareto, results, args.levels),
+             credit=functools.partial(draw_credit, results))
+
+def draw_pareto(results: dict, levels: list[float], path: Path) -> None:
+    """Reward against cost and against seconds; median of the seeds, shaded from worst to best."""
+    import numpy as np
+    clock = next(iter(results.values()))[0]["seconds"]
+    with figure(path, (11, 4.8), 1, 2, sharey=True) as (fig, [axes]):
+        for (n, (label, runs)), k in itertools.product(enumerate(results.items()), range(2)):
+            style = {"color": f"C{n % 10}", "ls": ("-", "--", ":", "-.")[n // 10 % 4]}
+            ax, unit = axes[k], ("cost", clock)[k]
+            grid = np.linspace(0, min(r["points"][-1][unit] for r in runs), 60)
+            curves = [np.interp(grid, *([p[key] for p in r["points"]] for key in (unit, "reward")))
+                      for r in runs]
+            ax.fill_between(grid, np.min(curves, 0), np.max(curves, 0), color=style["color"],
+                            alpha=0.15, lw=0)
+            ax.plot(grid, np.median(curves, 0), label=label, **style)
+        for ax, name in zip(axes, ("cost in forward-equivalents", f"{clock} seconds"), strict=True):
+            ax.hlines(levels, *ax.get_xlim(), color="grey", lw=0.6, ls=":")
+            ax.set(xlabel=name)
+            ax.grid(alpha=0.25)
+        axes[0].set(ylabel="reward, full ODE sampler")
+        fig.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
+
+def draw_credit(results: dict, path: Path) -> None:
+    """Advantage by leaf and step of one rollout of the base; below, its mean size by step."""
+    runs = {label: r[0] for label, r in results.items()}
+    limit = max(abs(a) for r in runs.values() for x in r["credit"]["example"] for a in x.values())
+    size = 1.5 + 2.2 * len(runs), 4.6
+    with figure(path, size, 2, len(runs), height_ratios=(3, 1), sharey="row") as (fig, axes):
+        for (label, run), top, low in zip(runs.items(), *axes, strict=True):
+            steps, mean = run["config"]["steps"], run["credit"]["size"]
+            grid = [[x.get(str(i), math.nan) for i in range(steps)]
+                    for x in run["credit"]["example"]]
+            image = top.imshow(grid, aspect="auto", cmap="coolwarm_r", vmin=-limit, vmax=limit,
+                               extent=(-0.5, steps - 0.5, 1, 0), interpolation="nearest")
+            top.set(title=label, yticks=[], facecolor="0.92")
+            low.bar(list(map(int, mean)), list(mean.values()), color="grey")
+            low.set(xlim=(-0.5, steps - 0.5), xlabel="denoising step")
+        axes[0, 0].set(ylabel="leaves")
+        axes[1, 0].set(ylabel="mean |advantage|")
+        fig.colorbar(image, ax=axes[0], label="advantage", aspect=30, pad=0.01)
+
+# ==== 10. check: silent faults of a model and a method ==========================================
+class Check:
+    """Each `check_` method is a row -> what to do if it fails. It returns (passed, measured)."""
+
+    def __init__(self, cfg: T.Config):
+        self.cfg, self.run, self.logs, self.gradients = cfg, T.Run(cfg), [], []
+        self.policy, self.trainable = self.run.policy, self.run.trainable
+        self.slots, self.prompts = T.draw_prompts(cfg, self.run.prompts, 0)
+        self.cond = self.policy.encode(self.prompts)
+        self.tree, _, self.rewards = self.run.grow(0, self.slots, self.prompts)
+        self.start, self.fixed = copies(self.trainable), self.frozen()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the policy's modules by name."""
+        parts = vars(self.policy) | getattr(vars(self.policy).get("pipe"), "components", {})
+        modules = {m: name for name, m in parts.items() if isinstance(m, nn.Module)}
+        return {f"{part}.{name}": t for m, part in modules.items()
+                for name, t in (*m.named_parameters(), *m.named_buffers())}
+
+    def names(self, picked: list[bool]) -> list[str]:
+        """Names of some of the trained parameters."""
+        known = {id(t): name for name, t in self.tensors().items()}
+        return [known.get(id(p), f"parameter {n}") for n, p in enumerate(self.trainable)
+                if picked[n]]
+
+    def frozen(self) -> dict[str, tuple[float, float]]:
+        """Two sums of every parameter and buffer that is not trained."""
+        mine = set(map(id, self.trainable))
+        return {k: (t.double().sum().item(), t.double().square().sum().item())
+                for k, t in self.tensors().items() if id(t) not in mine}
+
+    @torch.no_grad()
+    def check_sampler(self):
+        """noise 0 is the plain ODE sampler -> the sampler is not the one that is evaluated and
+        deployed: compare policy.grid and policy.step with the scheduler, look for dropout"""
+        policy, owner, worst = self.policy, torch.arange(len(self.slots)), 0.0
+        x = noise = T.tree_noise(("check",), self.slots, policy.shape)(0, owner)
+        steps = T.ode_steps(range(self.cfg.steps + 1))
+        for step in steps:
+            parts = []
+            for nodes, *_ in T.node_batches(len(x), owner, self.cfg.micro_batch):
+                pred, mean, std = T.transition(policy, x[nodes], owner[nodes], step, self.cond)
+                want = reference_step(policy, x[nodes].to(pred), pred, step)
+                worst = max(worst, relative(mean, want), abs(std.item()))
+                parts.append(mean.cpu())
+            x = torch.cat(parts)
+        tree = self.run.grow_tree(("check",), self.slots, self.prompts, steps)
+        theirs, same = pipeline_latents(policy, self.prompts[0], noise[:1]), relative(tree.leaves, x)
+        text, ok = f"worst step {worst:.1e}, rollout {same:.1e}", max(worst, same) < 1e-5
+        if theirs is not None:
+            far, limit = relative(x[:1], theirs), 1e-3 if self.cfg.dtype == "fp32" else 0.1
+            text, ok = f"{text}, pipeline {far:.1e}", ok and far < limit
+        return ok, text
+
+    def check_ratio(self):
+        """ratio is 1 before an update -> the update sees another model than the rollout: switch
+        dropout off (eval mode), use the same micro-batch and precision in both"""
+        cfg, worst = dataclasses.replace(self.cfg, kl=0.0, sft=0.0), {}
+        for level in (level for level in self.tree.levels if level.step.train):
+            more = self.cond, cfg, *[torch.zeros(len(level.parent))] * 2, None
+            stats = [T.micro_batch_loss(self.policy, level, batch, *more)[1] for batch in
+                     T.node_batches(len(level.x), level.parent, cfg.micro_batch)]
+            worst[level.step.i] = max((s["ratio"] - 1).abs().max().item() for s in stats)
+        limit = float(T.clip_range(cfg, torch.zeros(1), math.prod(self.policy.shape))) / 10
+        return max(worst.values()) <= limit, "worst |ratio - 1| by step: " + " ".join(
+            f"{v:.0e}" if v else "0" for v in worst.values()) + f" (limit {limit:.1e})"
+
+    @torch.no_grad()
+    def check_kl(self):
+        """KL to the reference is 0 at first -> policy.reference() is not the model that training
+        starts from: LoRA B must start at 0 and `initial` hold the loaded weights"""
+        worst, some = 0.0, slice(self.cfg.micro_batch)
+        for level in self.tree.levels:
+            here = level.x[some], level.prompt[some], level.step, self.cond
+            _, mean, std = T.transition(self.policy, *here)
+            with self.policy.reference():
+                reference = T.transition(self.policy, *here)[1]
+            worst = max(worst, T.gaussian_kl(mean, reference, std).max().item())
+        return worst <= 1e-9, f"worst {worst:.1e}"
+
+    def check_spread(self):
+        """rewards differ within a prompt -> without spread there is no gradient: raise
+        --noise-level or --branch, or check what the reward returns"""
+        total, parts = self.run.weights @ self.rewards, []
+        for level, v in zip(self.tree.levels, T.backup(self.tree, total), strict=True):
+            _, std, k = T.group_stats(v, level.parent)
+            parts += [f"step {level.step.i} {std[k > 1].mean():.3f}, "] * bool((k > 1).any())
+        std = T.group_stats(total, self.tree.groups(self.cfg.group))[1]
+        return bool((std > T.MIN_SPREAD).any()), (
+            f"std among siblings: {''.join(parts)}all leaves {std.mean():.3f}")
+
+    def check_cost(self):
+        """denoiser evaluations as planned -> an evaluation is wasted or missing: look for calls of
+        policy.predict outside rollout and update, and for failed iterations"""
+        cfg, wanted, got = self.cfg, [], []
+        for n in range(2):
+            log = self.run.train_iteration()
+            self.run.iteration += 1
+            self.logs.append(log)
+            self.gradients.append([p.grad.abs().max().item() for p in self.trainable])
+            got.append([int(log[f"evaluations_{phase}"]) for phase in ("sample", "update")])
+            each = len(self.slots) * (2 if self.policy.guided else 1)
+            wanted.append([c * each for c in T.nfe(T.schedule(cfg, n), cfg.roots, cfg.inner_epochs,
+                                                   cfg.kl > 0)])
+        return got == wanted, f"[to sample, to train] {got[0]}, planned {wanted[0]}"
+
+    def check_moves(self):
+        """an update moves every trainable -> these weights get no gradient: they are unused in
+        denoise, are detached, or should not be in policy.trainable"""
+        still = self.names([torch.equal(a, p) or not any(grads) for a, p, *grads in zip(
+            self.start, self.trainable, *self.gradients, strict=True)])
+        return not still, counted(len(self.start), still)
+
+    def check_frozen(self):
+        """and nothing else -> a frozen weight or buffer changed: set requires_grad_(False) and
+        eval mode on all but the trainables"""
+        now = self.frozen()
+        return now == self.fixed, counted(len(now), [k for k in now if now[k] != self.fixed.get(k)])
+
+    def check_gradients(self):
+        """gradients are finite -> lower --lr or --noise-level; with fp16 use --dtype bf16; at 0
+        look at the spread of the rewards"""
+        norms = [v for log in self.logs for k, v in log.items() if k.startswith("grad_norm/")]
+        finite = all(map(math.isfinite, [*norms, *sum(self.gradients, [])]))
+        return finite and max(norms) > 0, "norm " + " ".join(f"{v:.2e}" for v in norms)
+
+    def check_checkpoint(self):
+        """checkpoint round trip -> a resumed run would differ: Run.save and Run.load must cover
+        weights, average and optimiser"""
+        run, before = self.run, flat_state(self.run)
+        run.save()
+        for p in (*run.trainable, *run.ema):
+            p.data.zero_()
+        run.optimizer.state.clear()
+        run.load(self.cfg.folder / "last.pt")
+        lost = sum(not torch.equal(a, b) for a, b in zip(before, flat_state(run), strict=True))
+        return not lost, counted(len(before), lost * ["a tensor"])
+
+    def check_export(self):
+        """export round trip -> exported weights are not the trained ones: policy.export and
+        policy.restore must cover every trainable, with the LoRA scale"""
+        kept = copies(self.trainable)
+        self.policy.export(self.cfg.folder / "best")
+        for p in self.trainable:
+            p.data.zero_()
+        self.policy.restore(self.cfg.folder / "best")
+        lost = [not torch.equal(a, p) for a, p in zip(kept, self.trainable, strict=True)]
+        for p, v in zip(self.trainable, kept, strict=True):
+            p.data.copy_(v)
+        return not any(lost), counted(len(kept), self.names(lost))
+
+def copies(tensors) -> list[Tensor]:
+    return [torch.as_tensor(t).detach().clone() for t in tensors]
+
+def flat_state(run: T.Run) -> list[Tensor]:
+    """All tensors that a checkpoint holds."""
+    moments = [v for p in run.trainable for v in run.optimizer.state[p].values()]
+    return copies([*run.trainable, *run.ema, *moments])
+
+def counted(total: int, bad: list[str]) -> str:
+    return f"{total - len(bad)} of {total} tensors" + f"; not {', '.join(bad[:3])}" * bool(bad)
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return ((a - b).abs().max() / b.abs().max().clamp(min=1e-12)).item()
+
+def reference_step(policy, x: Tensor, pred: Tensor, step: T.Step) -> Tensor:
+    """Euler step of a flow, or DDIM without noise, written out in float64."""
+    x, pred, now, then = (t.double() for t in (x, pred, policy.grid[step.i], policy.grid[step.j]))
+    if policy.kind == "flow":
+        return (x + (then - now) * pred).float()
+    noise = pred if policy.kind == "eps" else now.sqrt() * pred + (1 - now).sqrt() * x
+    data = (x - (1 - now).sqrt() * noise) / now.sqrt()
+    return (then.sqrt() * data + (1 - then).sqrt() * noise).float()
+
+@torch.no_grad()
+def pipeline_latents(policy, prompt: str, noise: Tensor) -> Tensor | None:
+    """Final latents of the diffusers pipeline's own loop; None where there is no pipeline."""
+    pipe = getattr(policy, "pipe", None)
+    if pipe is None:
+        return None
+    kept, flux, cfg = pipe.scheduler, "Flux" in type(pipe).__name__, policy.cfg
+    if policy.kind != "flow":
+        from diffusers import DDIMScheduler
+        pipe.scheduler = DDIMScheduler.from_config(kept.config, clip_sample=False)
+    packed = F.pixel_unshuffle(noise, 2).flatten(2).mT if flux else noise
+    pipe.set_progress_bar_config(disable=True)
+    try:
+        with torch.autocast(policy.device.type, policy.dtype, enabled=cfg.dtype != "fp32"):
+            x = pipe(prompt, latents=packed.to(policy.device), height=cfg.resolution,
+                     width=cfg.resolution, num_inference_steps=cfg.steps,
+                     guidance_scale=cfg.guidance, output_type="latent").images.float().cpu()
+    finally:
+        pipe.scheduler = kept
+    patches = [s // 2 for s in noise.shape[2:]]
+    return F.pixel_shuffle(x.mT.unflatten(2, patches), 2) if flux else x
+
+def run_checks(check: Check) -> list[tuple[str, str, str, str]]:
+    """Rows (result, name, measured, advice)."""
+    rows = []
+    for method in (m for name, m in vars(Check).items() if name.startswith("check_")):
+        name, _, advice = " ".join(method.__doc__.split()).partition(" -> ")
+        try:
+            ok, text = method(check)
+        except Exception as e:  # a row of the table, not the end of it
+            ok, text = False, f"{type(e).__name__}: {e}".splitlines()[0]
+        rows.append(("ok" if ok else "FAIL", name, text, advice * (not ok)))
+    for name in vitals(check.logs[-1]) if check.logs else ():
+        values, (low, high, advice) = [vitals(log)[name] for log in check.logs], HEALTH[name]
+        ok = any(healthy(name, v) for v in values)
+        rows.append(("ok" if ok else "look", name, f"{' '.join(f'{v:.3g}' for v in values)} "
+                     f"(healthy: {low:g} to {high:g})", advice * (not ok)))
+    return rows
+
+def check_command(args) -> int:
+    """find silent faults of a model and a method, given by flags of treegrpo.py; exit code 1"""
+    with tempfile.TemporaryDirectory() as folder:
+        check = Check(T.parse([*args.flags, "--out", folder]))
+        rows = run_checks(check)
+    width = max(len(r[1]) for r in rows)
+    for result, name, text, advice in rows:
+        print(f"{result:4}  {name:{width}}  {text}" + f"\n      -> {advice}" * bool(advice))
+    failed = sum(r[0] == "FAIL" for r in rows)
+    print(f"{check.cfg.method} on {check.cfg.model}: {failed or 'no'} fault{'s' * (failed != 1)}; "
+          f"peak memory {check.run.mark()['memory']:.2f} GiB")
+    return int(failed > 0)
+
+# ==== 11. why: noise and bias of the policy gradient ============================================
+# Noise of an estimator: evaluations it needs until its standard error equals its mean, that is
+# cost x tr Cov / |mean|^2. It does not depend on the scale, which Adam and the rate absorb.
+class GaussianFlow(T.Policy):
+    """Data N(0, 1): the velocity in closed form, plus a bias theta for each step and prompt."""
+    kind, guided, shape, device = "flow", False, (1, 1, 1), torch.device("cpu")
+    best, width = 1.0, 0.5  # reward exp(-(x - best)^2 / (2 width^2))
+
+    def __init__(self, cfg: T.Config):
+        self.cfg, self.grid = cfg, torch.linspace(1, 0, cfg.steps + 1)
+
+    def denoise(self, x, i, cond):
+        s = self.grid[i]  # x = (1 - s) data + s noise; v = E[noise - data | x]
+        return x * (2 * s - 1) / ((1 - s) ** 2 + s**2) + cond["theta"][:, i].view(-1, 1, 1, 1)
+
+    def reward(self, x: Tensor) -> Tensor:
+        return torch.exp(-((x.flatten() - self.best) ** 2) / (2 * self.width**2))
+
+def exact_gradient(cfg: T.Config) -> Tensor:
+    """Gradient of the expected reward by theta at the trained steps, in closed form -> (T,)."""
+    policy, mean, var = GaussianFlow(cfg), 0.0, 1.0
+    gradient, probe = torch.zeros(cfg.steps, dtype=torch.float64), torch.zeros(3, cfg.steps)
+    probe[2] = 1
+    for step in T.schedule(cfg, 0):  # a step is affine in x and theta
+        x = torch.tensor([0.0, 1, 0]).view(3, 1, 1, 1)
+        _, y, std = T.transition(policy, x, torch.arange(3), step, {"theta": probe})
+        zero, by_x, by_theta = y.double().flatten().tolist()
+        mean, var = zero + (by_x - zero) * mean, (by_x - zero) ** 2 * var + std.item() ** 2
+        gradient *= by_x - zero
+        gradient[step.i] = (by_theta - zero) * step.train
+    total, gap = policy.width**2 + var, policy.best - mean
+    return gradient * gap / total * policy.width / total**0.5 * math.exp(-gap**2 / (2 * total))
+
+def policy_gradient(policy, tree, adv, cond, cfg: T.Config) -> None:
+    """Add the gradient of the loss to the leaves of the graph, by the trainer's own functions."""
+    for level, a, w in zip(tree.levels, adv, T.edge_weights(tree, cfg), strict=True):
+        for batch in T.node_batches(len(level.x), level.parent, cfg.micro_batch):
+            if level.step.train:
+                T.micro_batch_loss(policy, level, batch, cond, cfg, a, w, None)[0].backward()
+
+def gaussian_estimates(cfg: T.Config, trees: int, raw: bool = False) -> Tensor:
+    """Independent estimates of the gradient, one per tree -> (trees, T) float64.
+
+    raw: the leaves' rewards are backed up as they are, instead of (S - mean) / std.
+    """
+    policy, gen = GaussianFlow(cfg), torch.Generator().manual_seed(0)
+    theta = torch.zeros(trees, cfg.steps, requires_grad=True)  # one copy of the parameters per tree
+    tree = T.rollout(policy, {"theta": theta.detach()}, torch.arange(trees).repeat_interleave(
+        cfg.roots), T.schedule(cfg, 0), lambda level, prompt: torch.randn(
+            len(prompt), 1, 1, 1, generator=gen), cfg.micro_batch)
+    rewards = policy.reward(tree.leaves)
+    adv = (T.normalize_siblings(tree, T.backup(tree, rewards), cfg.sibling_norm) if raw else
+           T.edge_advantages(tree, rewards, cfg))
+    policy_gradient(policy, tree, adv, {"theta": theta}, cfg)
+    return -theta.grad.double() * trees * sum(level.step.train for level in tree.levels)
+
+def estimators() -> dict[str, T.Config]:
+    """Rows of the study; all with 27 leaves, all but the first on the same three steps."""
+    window = "--window-mode fixed --window-start 2 --micro-batch 1000000 "
+    chains, tree = window + "--sibling-norm none --loss-reduce layer ", window + "--sibling-norm "
+    flags = {"flat, all steps": chains + "--roots 27 --branch 1 --depth 0 --window-start 0",
+             "flat, window": chains + "--roots 27 --branch 1",
+             "MixGRPO: one branching, chains": chains + "--branch 27 1"}
+    flags |= {f"tree, {norm}, {by}": f"{tree}{norm} --loss-reduce {by}" for norm, by in
+              itertools.product(("none", "center", "std", "depth"), ("layer", "edges"))}
+    flags["tree + 2-step tail, center, layer"] = tree + "center --loss-reduce layer --tail-steps 2"
+    return {name: T.parse(f.split()) for name, f in flags.items()}
+
+def moments(g: Tensor) -> Tensor:
+    """|mean|^2 without bias, tr Cov, variance of the first (jackknife); g (n >= 3, D) -> (3,)."""
+    n, own = len(g), g.square().sum(1)
+    others = g @ g.sum(0) - own  # products with the other estimates
+    signal = others.sum() / (n * (n - 1))
+    left_out = (others.sum() - 2 * others) / ((n - 1) * (n - 2))
+    return torch.stack([signal, own.mean() - signal, (n - 1) * left_out.var(correction=0)])
+
+def noise(cfg: T.Config, sums: Tensor) -> dict[str, float]:
+    """Noise of an estimator, and what it is within two standard errors."""
+    (signal, spread, error), cost = sums.tolist(), T.forward_equivalents(T.schedule(cfg, 0), cfg)
+    parts = {"noise": signal, "least": signal + 2 * error**0.5, "most": signal - 2 * error**0.5}
+    return {"cost": cost} | {k: cost * spread / s if s > 0 else math.inf for k, s in parts.items()}
+
+def gaussian_study(trees: int) -> dict[str, dict]:
+    """Noise, and the angle between the mean of an estimator and the exact gradient."""
+    out = {}
+    for name, cfg in estimators().items():
+        g = gaussian_estimates(cfg, trees)
+        sums, cosine = moments(g), F.cosine_similarity(g.mean(0), exact_gradient(cfg), 0)
+        angles = torch.stack([cosine.clamp(max=1).acos(), (sums[1] / trees / sums[0]).sqrt()])
+        out[name] = noise(cfg, sums) | dict(zip(("angle", "error"), angles.rad2deg().tolist(),
+                                                strict=True))
+    return out
+
+TINY_ROWS = ("flat, all steps", "MixGRPO: one branching, chains", "tree, none, edges",
+             "tree, center, edges", "tree, center, layer", "tree, std, edges",
+             "tree + 2-step tail, center, layer")
+
+def tiny_study(trees: int, states: int) -> dict[str, dict]:
+    """Noise of the whole gradient of the tiny model at fixed prompts and initial noise."""
+    run, rows = T.Run(T.parse([])), {name: estimators()[name] for name in TINY_ROWS}
+    rows["flat, all steps"] = dataclasses.replace(rows["flat, all steps"], roots=1, branch=(27, 1))
+    grow = functools.cache(functools.partial(grow_at, run))  # credit rules share their trees
+    return {name: noise(cfg, sum(moments(torch.stack([
+        tiny_gradient(run, *grow(state, n, tuple(T.schedule(cfg, 0))), cfg) for n in range(trees)]))
+        for state in range(states))) for name, cfg in rows.items()}
+
+def grow_at(run: T.Run, state: int, n: int, steps):
+    """Tree n of a fixed prompt and initial noise -> tree, its prompt, rewards."""
+    prompt, shape = run.prompts[5 * state % len(run.prompts)], run.policy.shape
+    first, later = (T.tree_noise(key, [0], shape) for key in (("why", state), ("why", state, n)))
+    tree = T.rollout(run.policy, run.policy.encode([prompt]), torch.tensor([0]), steps,
+                     lambda level, p: (later if level else first)(level, p), run.cfg.micro_batch)
+    images = run.decode(tree.leaves)
+    return tree, [prompt], T.score(run.rewards, images, [prompt] * len(images))
+
+def tiny_gradient(run: T.Run, tree, prompt, rewards, cfg: T.Config) -> Tensor:
+    for p in run.trainable:
+        p.grad = None
+    adv = T.edge_advantages(tree, rewards, cfg, run.weights)
+    policy_gradient(run.policy, tree, adv, run.policy.encode(prompt), cfg)
+    return torch.cat([p.grad.flatten() for p in run.trainable if p.grad is not None])
+
+def why_command(args) -> None:
+    """noise and bias of the policy gradient per denoiser evaluation: flat, MixGRPO, tree"""
+    T.require(args.tiny_trees > 2 or not args.tiny_trees, "--tiny-trees: must be 0 or at least 3")
+    torch.set_num_threads(1)
+    gauss, out = gaussian_study(args.trees), Path(args.out or "runs/why")
+    tiny = tiny_study(args.tiny_trees, args.states) if args.tiny_trees else {}
+    rows = [[name, r["cost"], number(r["noise"]), f"{r['angle']:.1f} ± {r['error']:.1f}",
+             "{} [{}, {}]".format(*(number(tiny[name][k]) for k in ("noise", "least", "most")))
+             if name in tiny else ""] for name, r in gauss.items()]
+    lines = [f"Gaussian flow: {args.trees:,} trees a row; tiny: {args.tiny_trees} trees at each of "
+             f"{args.states} fixed prompts and initial noises. 27 leaves. Noise: evaluations until "
+             "the standard error of the gradient equals its mean, in brackets within two standard "
+             "errors (–: unbounded). Angle: between the estimator's mean and the exact gradient.",
+             "", *table(("estimator", "evaluations", "noise, Gaussian", "angle, degrees",
+                         "noise, tiny"), rows)]
+    print("\n".join(lines))
+    write(out / "why.md", "\n".join(lines) + "\n")
+    write(out / "why.json", to_json({"gaussian": gauss, "tiny": tiny}))
+    print(f"written: {out}/ why.md why.json")
+    draw_all(out, why=functools.partial(draw_why, {"one-dimensional Gaussian flow": gauss}
+                                        | ({"tiny, fixed states": tiny} if tiny else {})))
+
+def draw_why(studies: dict, path: Path) -> None:
+    """Noise of each estimator; on the Gaussian flow with the angle of its bias."""
+    with figure(path, (6 * len(studies), 5), 1, len(studies)) as (_, [axes]):
+        for ax, (title, rows) in zip(axes, studies.items(), strict=True):
+            names, values, labels = list(rows)[::-1], [], []
+            for r in (rows[name] for name in names):
+                open_end = math.isinf(r["most"])  # only the least is known
+                values.append(r["least" if open_end else "noise"])
+                angle = f"  ({r['angle']:.0f}°)" if "angle" in r else ""
+                labels.append(f" {'> ' * open_end}{number(values[-1])}{angle}")
+            bars = ax.barh(names, values, color=["C0" if "tree" in n else "grey" for n in names])
+            ax.bar_label(bars, labels, fontsize=8)
+            ax.set(title=title, xlabel="evaluations until error = gradient", xscale="log",
+                   xlim=(min(values) / 2, 4 * max(values)))
+
+# ==== 12. Command line ==========================================================================
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
@@ -824,43 +1521,60 @@ FLAGS = {
     "--n": {"type": positive, "help": "images per prompt [sample: 8; score: 16, real models 4]"},
     "--seed": {"type": int, "default": 0, "help": "seed of the noise [0]"},
     "--weights": {"choices": ("best", "last", "base"), "default": "best", "help": "[best]"},
-    "--out": {"help": "[sample: RUN/sample.png; score: folder RUN/score]"},
+    "--out": {"help": "[sample: RUN/sample.png; folders: RUN/score, runs/compare, runs/why]"},
     "--prompts": {"help": "file, or hpdv2 [tiny: all captions, else hpdv2]"},
     "--metrics": {"nargs": "+", "metavar": "M", "help": f"shapes, {', '.join(SCORERS | METRICS)}, "
                   "MODULE:FUNCTION [the runs' rewards and metrics they were not trained for]"},
     "--reward-weights": {"nargs": "+", "metavar": "X", "default": (), "help": "NAME=FOLDER ..."},
-    "--limit": {"type": positive, "help": "score a random sample of so many prompts"},
     "--iteration": {"type": int, "help": "whose tree is drawn [the last]"},
+    "--methods": {"nargs": "*", "default": [], "metavar": "METHOD", "help": "presets, a row each"},
+    "--set": {"nargs": "+", "default": [], "metavar": "LABEL:METHOD:flag=value,...",
+              "help": "more rows: a preset with other flags"},
+    "--seeds": {"nargs": "+", "type": int, "default": [0], "metavar": "N", "help": "[0]"},
+    "--budget": {"type": positive, "default": 200_000, "help": "cost of each run [200000]"},
+    "--every": {"type": positive, "help": "cost between evaluations [budget / 10]"},
+    "--lr": {"nargs": "+", "default": [], "metavar": "LABEL=X", "help": "learning rate of a row"},
+    "--tune": {"nargs": "+", "type": float, "default": [], "metavar": "X", "help": "try these "
+               "rates on the first seed and half the budget, and use the one of the best peak"},
+    "--jobs": {"type": positive, "default": 1, "help": "processes, one thread each [1]"},
+    "--levels": {"nargs": "+", "type": float, "default": [0.6, 0.7, 0.8], "metavar": "X",
+                 "help": "rewards for which the cost is given [.6 .7 .8]"},
+    "--baseline": {"nargs": "+", "default": [], "metavar": "LABEL", "help": "rows to beat"},
+    "--trees": {"type": positive, "default": 20_000, "help": "per row, Gaussian flow [20000]"},
+    "--tiny-trees": {"type": int, "default": 32, "help": "per row and state, tiny [32]"},
+    "--states": {"type": positive, "default": 3, "help": "fixed prompts and noises, tiny [3]"},
 }
-
-def flags(*names: str):
-    """A function that adds these flags to a parser."""
-    def add(parser) -> None:
-        for name in names:
-            parser.add_argument(name, **FLAGS[name])
-    return add
-
-COMMANDS = {  # name: (function, one that adds its arguments to a parser)
-    "draw": (draw_command, flags("run", "--iteration")),
-    "sample": (sample_command, flags("run", "texts", "--n", "--seed", "--weights", "--out")),
-    "score": (score_command, flags("runs", "--prompts", "--metrics", "--reward-weights", "--n",
-                                   "--seed", "--weights", "--limit", "--out")),
+COMMANDS = {  # name: (function, its arguments)
+    "draw": (draw_command, "run --iteration"),
+    "sample": (sample_command, "run texts --n --seed --weights --out"),
+    "score": (score_command, "runs --n --seed --weights --out --prompts --metrics "
+                             "--reward-weights"),
+    "compare": (compare_command, "--methods --set --seeds --budget --every --lr --tune --jobs "
+                                 "--levels --baseline --out"),
+    "check": (check_command, ""),
+    "why": (why_command, "--trees --tiny-trees --states --out"),
 }
+FORWARD = ("compare", "check")  # their unknown flags are flags of treegrpo.py
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     parser = T.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (function, add_arguments) in COMMANDS.items():
-        add_arguments(commands.add_parser(name, help=function.__doc__, allow_abbrev=False))
+    for name, (function, arguments) in COMMANDS.items():
+        command = commands.add_parser(name, help=function.__doc__, description=function.__doc__,
+                                      epilog=health_text() if name == "check" else None,
+                                      formatter_class=argparse.RawDescriptionHelpFormatter,
+                                      allow_abbrev=False)
+        for argument in arguments.split():
+            command.add_argument(argument, **FLAGS[argument])
     try:
-        args = parser.parse_args(argv)
+        args, args.flags = parser.parse_known_args(argv)
+        T.require(not args.flags or args.command in FORWARD, f"unknown flag {args.flags[:1]}")
+        args.line = f"python evaluate.py {shlex.join(argv)}"
         return COMMANDS[args.command][0](args) or 0
-    except T.UsageError as e:
+    except (T.UsageError, T.RewardError, T.NumericalError, OSError) as e:
         print(f"evaluate: {e}", file=sys.stderr)
-        return 2
-    except (T.RewardError, T.NumericalError, OSError) as e:
-        print(f"evaluate: {e}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(e, T.UsageError) else 1
 
 if __name__ == "__main__":
     sys.exit(importlib.import_module("evaluate").main())  # one module for treegrpo.py and us
