@@ -855,7 +855,7 @@ def summary(setting: dict, rows: list[dict]) -> str:
     for folder in dict.fromkeys(r["run"] for r in rows):
         lines += ["", f"## {folder}", "", *table(head, [
             (r["metric"], f"{r['base']:.3f}", f"{r['trained']:.3f}", f"{r['difference']:+.3f}",
-             f"{r['low']:+.3f} to {r['high']:+.3f}", 
+             f"{r['low']:+.3f} to {r['high']:+.3f}",
              "" if f"change of {r['metric']}" in HEALTH else f"{r['win_rate']:.0%}", r["alarm"])
             for r in rows if r["run"] == folder])]
     ranges = [(name, f"{lo:+.0%} to {hi:+.0%}".replace("+inf%", "any"), why)
@@ -1170,7 +1170,8 @@ class Check:
                 parts.append(mean.cpu())
             x = torch.cat(parts)
         tree = self.run.grow_tree(("check",), self.slots, self.prompts, steps)
-        theirs, same = pipeline_latents(policy, self.prompts[0], noise[:1]), relative(tree.leaves, x)
+        theirs = pipeline_latents(policy, self.prompts[0], noise[:1])
+        same = relative(tree.leaves, x)
         text, ok = f"worst step {worst:.1e}, rollout {same:.1e}", max(worst, same) < 1e-5
         if theirs is not None:
             far, limit = relative(x[:1], theirs), 1e-3 if self.cfg.dtype == "fp32" else 0.1

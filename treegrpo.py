@@ -905,8 +905,10 @@ class PipelinePolicy(Policy):
         from peft import LoraConfig
         cfg, net = self.cfg, self.net
         net.requires_grad_(cfg.full)
+        unused = [f"{name}.add_q_proj" for name, m in net.named_modules()  # SD3's last block
+                  if getattr(m, "context_pre_only", None) and hasattr(m, "add_q_proj")]
         lora = LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules=self.targets,
-                          init_lora_weights="gaussian")
+                          exclude_modules=unused or None, init_lora_weights="gaussian")
         if not cfg.full:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(cfg.seed)
@@ -1342,14 +1344,16 @@ BAR = {"reward": "reward", "best eval": "best", "|rho-1|": "ratio_max/0", "clip"
 
 def loop(run: Run, stop: list) -> None:
     """Iterate until the end, a signal, or three failures in a row."""
+    import evaluate
     from tqdm import tqdm
-    cfg, leader, failed = run.cfg, world()[0] == 0, 0
+    cfg, leader, failed, history = run.cfg, world()[0] == 0, 0, []
     track = load_function("--track", cfg.track) if cfg.track and leader else None
     def write(log: dict) -> None:
         log = {"iteration": run.iteration} | log
         if leader:
             with open(cfg.folder / "log.jsonl", "a") as f:
                 f.write(json.dumps(log) + "\n")
+            evaluate.watch(history, log)
         if track:
             track(log)
     def attempt(function) -> dict:
