@@ -203,9 +203,6 @@ def tiles(images: Tensor, gap: int) -> Tensor:
     padded = F.pad(images, (0, gap, 0, gap), value=1.0)
     return torch.cat([torch.cat(list(row), 2) for row in padded], 1)
 
-def short(text: str, length: int) -> str:
-    return text if len(text) <= length else text[:length - 1] + "…"
-
 def draw_run(run) -> None:
     """Write curve.png, grid.png and tree.png into the run's folder."""
     pictures = {"curve": draw_curve, "grid": draw_before_after, "tree": draw_tree}
@@ -245,7 +242,7 @@ def draw_blocks(title: str, captions: list[str], blocks: dict[str, Tensor], path
             ax.set(xticks=[], yticks=[])
             ax.spines[:].set_visible(False)
         middle = [r * (side + gap) + side / 2 for r in range(rows)]
-        axes[0].set_yticks(middle, [short(c, 28) for c in captions])
+        axes[0].set_yticks(middle, [textwrap.shorten(c, 28, placeholder="…") for c in captions])
         axes[0].tick_params(length=0)
 
 def draw_before_after(run, path: Path) -> None:
@@ -319,14 +316,12 @@ def draw_tree(run, path: Path) -> None:
         ax.axis("off")
         bar = fig.colorbar(colours, ax=ax, shrink=0.7, aspect=30, pad=0.01)
         bar.set_label("advantage of an edge\n(blue: made likelier)")
-        fig.suptitle(tree_title(run, tree, prompts[0], len(boxes[-1])), fontsize=12)
-
-def tree_title(run, tree, prompt: str, drawn: int) -> str:
-    cfg, first, last, leaves = run.cfg, tree.levels[0].step, tree.levels[-1].step, len(tree.leaves)
-    return (f"“{short(prompt, 90)}”: rollout of {cfg.method} on {cfg.model}, iteration "
-            f"{run.iteration}\nwindow: steps {first.i + 1}–{last.j} of {cfg.steps}; "
-            f"{f'first {drawn} of {leaves}' if drawn < leaves else leaves} leaves; "
-            f"reward: {' + '.join(cfg.reward)}")
+        first, last, count = tree.levels[0].step, tree.levels[-1].step, len(tree.leaves)
+        leaves = f"first {len(boxes[-1])} of {count}" if len(boxes[-1]) < count else count
+        prompt = textwrap.shorten(prompts[0], 90, placeholder="…")
+        fig.suptitle(f"“{prompt}”: rollout of {run.cfg.method} on {run.cfg.model}, iteration "
+                     f"{run.iteration}\nwindow: steps {first.i + 1}–{last.j} of {run.cfg.steps}; "
+                     f"{leaves} leaves; reward: {' + '.join(run.cfg.reward)}", fontsize=12)
 
 def row_pictures(run, tree, images: Tensor, d: int, nodes: list[int]) -> Tensor:
     """Predicted clean images at the nodes of level d; after the last level the final images."""
@@ -630,21 +625,16 @@ def spread(images: Tensor) -> Tensor:
     share = place[shape >= 0].bincount(minlength=len(T.PLACES)) / (shape >= 0).sum().clamp(min=1)
     return torch.special.entr(share).sum() / math.log(len(T.PLACES))
 
-METRICS = {  # fn(device, folder) -> measure, besides the rewards
-    "colour": lambda device, folder=None: right_colour,
-    "shape": lambda device, folder=None: right_shape,
-    "clean": lambda device, folder=None: clean_background,
-}
+METRICS = {"colour": right_colour, "shape": right_shape, "clean": clean_background}  # tiny world
 TINY_METRICS, REAL_METRICS = ["shapes", "colour", "shape", "clean"], ["hpsv2", "clip"]
 DRIFT = {"chroma": chroma, "sharpness": sharpness}
 
 def load_metric(name: str, device, folders: dict):
     known = T.reward_makers() | METRICS
-    T.require(":" in name or name in known, f"--metrics {name}: allowed are {', '.join(known)} or "
-              f"MODULE:FUNCTION{T.nearest(name, known)}")
+    T.allow(":" in name or name in known, "metrics", name, [*known, "MODULE:FUNCTION"])
     how = {"flag": "--metrics"} if name in SCORERS else {}
-    return (known[name](device, folders.get(name), **how) if name in known else
-            T.load_function("--metrics", name))
+    return (METRICS.get(name) or (known[name](device, folders.get(name), **how) if name in known
+                                  else T.load_function("--metrics", name)))
 
 # ==== 7. Health: what a run's numbers should be, for the loop, `check` and `score` ==============
 FALL = 0.02  # relative; a metric that was not trained for and surely falls by more raises an alarm
@@ -1018,15 +1008,14 @@ def compare_command(args) -> None:
     tuned = [label for label, flags in rows.items() if args.tune and "--lr" not in flags]
     trials = {(label, lr): job(label, args.seeds[0], args.budget // 2, "--lr", f"{lr:g}")
               for label in tuned for lr in args.tune}
-    grid = [(label, seed) for label in rows for seed in args.seeds]
-    jobs = {(label, seed): job(label, seed, args.budget) for label, seed in grid}  # check all flags
+    for label in rows:
+        job(label, 0, args.budget)  # refuses bad flags before anything runs
     trials = run_jobs(trials, args.jobs)
     for label in tuned:
         rate = max(args.tune, key=lambda lr, label=label: peak(trials[label, lr]))
         rows[label] += ["--lr", f"{rate:g}"]
-    if tuned:
-        jobs = {(label, seed): job(label, seed, args.budget) for label, seed in grid}
-    done = run_jobs(jobs, args.jobs)
+    done = run_jobs({(label, seed): job(label, seed, args.budget) for label in rows
+                     for seed in args.seeds}, args.jobs)
     write_comparison(args, out, {r: [done[r, s] for s in args.seeds] for r in rows}, trials)
 
 def summarise(results: list[dict], levels: list[float], baselines: dict) -> dict:
@@ -1145,8 +1134,8 @@ class Check:
     def names(self, picked: list[bool]) -> list[str]:
         """Names of some of the trained parameters."""
         known = {id(t): name for name, t in self.tensors().items()}
-        return [known.get(id(p), f"parameter {n}") for n, p in enumerate(self.trainable)
-                if picked[n]]
+        names = [known.get(id(p), f"parameter {n}") for n, p in enumerate(self.trainable)]
+        return list(itertools.compress(names, picked))
 
     def frozen(self) -> dict[str, tuple[float, float]]:
         """Two sums of every parameter and buffer that is not trained."""
@@ -1243,23 +1232,20 @@ class Check:
         now = self.frozen()
         return now == self.fixed, counted(len(now), [k for k in now if now[k] != self.fixed.get(k)])
 
-    def check_gradients(self):
-        """gradients are finite -> lower --lr or --noise-level; with fp16 use --dtype bf16; at 0
-        look at the spread of the rewards"""
-        norms = [v for log in self.logs for k, v in log.items() if k.startswith("grad_norm/")]
-        finite = all(map(math.isfinite, [*norms, *sum(self.gradients, [])]))
-        return finite and max(norms) > 0, "norm " + " ".join(f"{v:.2e}" for v in norms)
-
     def check_checkpoint(self):
         """checkpoint round trip -> a resumed run would differ: Run.save and Run.load must cover
         weights, average and optimiser"""
-        run, before = self.run, flat_state(self.run)
+        run = self.run
+        def state() -> list[Tensor]:
+            moments = [v for p in run.trainable for v in run.optimizer.state[p].values()]
+            return copies([*run.trainable, *run.ema, *moments])
+        before = state()
         run.save()
         for p in (*run.trainable, *run.ema):
             p.data.zero_()
         run.optimizer.state.clear()
         run.load(self.cfg.folder / "last.pt")
-        lost = sum(not torch.equal(a, b) for a, b in zip(before, flat_state(run), strict=True))
+        lost = sum(not torch.equal(a, b) for a, b in zip(before, state(), strict=True))
         return not lost, counted(len(before), lost * ["a tensor"])
 
     def check_export(self):
@@ -1277,11 +1263,6 @@ class Check:
 
 def copies(tensors) -> list[Tensor]:
     return [torch.as_tensor(t).detach().clone() for t in tensors]
-
-def flat_state(run: T.Run) -> list[Tensor]:
-    """All tensors that a checkpoint holds."""
-    moments = [v for p in run.trainable for v in run.optimizer.state[p].values()]
-    return copies([*run.trainable, *run.ema, *moments])
 
 def counted(total: int, bad: list[str]) -> str:
     return f"{total - len(bad)} of {total} tensors" + f"; not {', '.join(bad[:3])}" * bool(bad)
@@ -1474,7 +1455,7 @@ def tiny_gradient(run: T.Run, tree, prompt, rewards, cfg: T.Config) -> Tensor:
 
 def why_command(args) -> None:
     """noise and bias of the policy gradient per denoiser evaluation: flat, MixGRPO, tree"""
-    T.require(args.tiny_trees > 2 or not args.tiny_trees, "--tiny-trees: must be 0 or at least 3")
+    T.allow(args.tiny_trees > 2 or not args.tiny_trees, "tiny-trees", args.tiny_trees, "0 or >= 3")
     torch.set_num_threads(1)
     gauss, out = gaussian_study(args.trees), Path(args.out or "runs/why")
     tiny = tiny_study(args.tiny_trees, args.states) if args.tiny_trees else {}
@@ -1515,35 +1496,40 @@ def positive(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
     return int(text)
 
+def flag(text: str, default=None, kind=str, many: bool = False, metavar: str = "X", **how) -> dict:
+    """Arguments of add_argument."""
+    return {"help": text, "default": default, "type": kind, "metavar": metavar,
+            "nargs": "+" if many else None} | how
+
 FLAGS = {
-    "run": {"metavar": "RUN", "help": "run folder"},
-    "runs": {"metavar": "RUN", "nargs": "+", "help": "run folders"},
-    "texts": {"metavar": "PROMPT", "nargs": "+"},
-    "--n": {"type": positive, "help": "images per prompt [sample: 8; score: 16, real models 4]"},
-    "--seed": {"type": int, "default": 0, "help": "seed of the noise [0]"},
-    "--weights": {"choices": ("best", "last", "base"), "default": "best", "help": "[best]"},
-    "--out": {"help": "[sample: RUN/sample.png; folders: RUN/score, runs/compare, runs/why]"},
-    "--prompts": {"help": "file, or hpdv2 [tiny: all captions, else hpdv2]"},
-    "--metrics": {"nargs": "+", "metavar": "M", "help": f"shapes, {', '.join(SCORERS | METRICS)}, "
-                  "MODULE:FUNCTION [the runs' rewards and metrics they were not trained for]"},
-    "--reward-weights": {"nargs": "+", "metavar": "X", "default": (), "help": "NAME=FOLDER ..."},
-    "--iteration": {"type": int, "help": "whose tree is drawn [the last]"},
-    "--methods": {"nargs": "*", "default": [], "metavar": "METHOD", "help": "presets, a row each"},
-    "--set": {"nargs": "+", "default": [], "metavar": "LABEL:METHOD:flag=value,...",
-              "help": "more rows: a preset with other flags"},
-    "--seeds": {"nargs": "+", "type": int, "default": [0], "metavar": "N", "help": "[0]"},
-    "--budget": {"type": positive, "default": 200_000, "help": "cost of each run [200000]"},
-    "--every": {"type": positive, "help": "cost between evaluations [budget / 10]"},
-    "--lr": {"nargs": "+", "default": [], "metavar": "LABEL=X", "help": "learning rate of a row"},
-    "--tune": {"nargs": "+", "type": float, "default": [], "metavar": "X", "help": "try these "
-               "rates on the first seed and half the budget, and use the one of the best peak"},
-    "--jobs": {"type": positive, "default": 1, "help": "processes, one thread each [1]"},
-    "--levels": {"nargs": "+", "type": float, "default": [0.6, 0.7, 0.8], "metavar": "X",
-                 "help": "rewards for which the cost is given [.6 .7 .8]"},
-    "--baseline": {"nargs": "+", "default": [], "metavar": "LABEL", "help": "rows to beat"},
-    "--trees": {"type": positive, "default": 20_000, "help": "per row, Gaussian flow [20000]"},
-    "--tiny-trees": {"type": int, "default": 32, "help": "per row and state, tiny [32]"},
-    "--states": {"type": positive, "default": 3, "help": "fixed prompts and noises, tiny [3]"},
+    "run": flag("run folder", metavar="RUN"),
+    "runs": flag("run folders", many=True, metavar="RUN"),
+    "texts": flag("prompts", many=True, metavar="PROMPT"),
+    "--n": flag("images per prompt [sample: 8; score: 16, real models 4]", kind=positive),
+    "--seed": flag("seed of the noise [0]", 0, int),
+    "--weights": flag("best, last or base [best]", "best", choices=("best", "last", "base")),
+    "--out": flag("[sample: RUN/sample.png; folders: RUN/score, runs/compare, runs/why]"),
+    "--prompts": flag("file, or hpdv2 [tiny: all captions, else hpdv2]"),
+    "--metrics": flag(f"shapes, {', '.join(SCORERS | METRICS)}, MODULE:FUNCTION [the runs' rewards "
+                      "and metrics they were not trained for]", many=True),
+    "--reward-weights": flag("NAME=FOLDER ...", (), many=True),
+    "--iteration": flag("whose tree is drawn [the last]", kind=int),
+    "--methods": flag("presets, a row each", (), many=True),
+    "--set": flag("more rows, LABEL:METHOD:flag=value,... : presets with other flags", (),
+                  many=True),
+    "--seeds": flag("[0]", (0,), int, many=True),
+    "--budget": flag("cost of each run [200000]", 200_000, positive),
+    "--every": flag("cost between evaluations [budget / 10]", kind=positive),
+    "--lr": flag("learning rate of a row, LABEL=X", (), many=True),
+    "--tune": flag("try these rates on the first seed and half the budget, and use the one of the "
+                   "best peak", (), float, many=True),
+    "--jobs": flag("processes, one thread each [1]", 1, positive),
+    "--levels": flag("rewards for which the cost is given [.6 .7 .8]", (0.6, 0.7, 0.8), float,
+                     many=True),
+    "--baseline": flag("rows to beat", (), many=True),
+    "--trees": flag("per row, Gaussian flow [20000]", 20_000, positive),
+    "--tiny-trees": flag("per row and state, tiny; 0: none, else at least 3 [32]", 32, int),
+    "--states": flag("fixed prompts and noises, tiny [3]", 3, positive),
 }
 COMMANDS = {  # name: (function, its arguments)
     "draw": (draw_command, "run --iteration"),
