@@ -905,8 +905,11 @@ class PipelinePolicy(Policy):
         from peft import LoraConfig
         cfg, net = self.cfg, self.net
         net.requires_grad_(cfg.full)
-        unused = [f"{name}.add_q_proj" for name, m in net.named_modules()  # SD3's last block
-                  if getattr(m, "context_pre_only", None) and hasattr(m, "add_q_proj")]
+        unused = [f"{block}.{name}" for block, m in net.named_modules()  # SD3: the last block's
+                  if getattr(m, "context_pre_only", None)  # text queries, whose output is dropped
+                  for name in ("add_q_proj", "norm_added_q") if getattr(m, name, None)]
+        for name in unused:
+            net.get_submodule(name).requires_grad_(False)
         lora = LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules=self.targets,
                           exclude_modules=unused or None, init_lora_weights="gaussian")
         if not cfg.full:
