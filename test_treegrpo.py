@@ -1105,7 +1105,7 @@ def test_models_that_cannot_be_used_are_one_line(tmp_path, capsys):
             ("sd3", 512, t.REPOSITORIES["sd3"], "--model FOLDER", "licence must be accepted"),
             (empty, SIDE, "model_index.json"), (sd, SIDE, "not a complete pipeline"),
             (foreign, SIDE, "WanPipeline: allowed are StableDiffusionPipeline"),
-            (sdv, SIDE, "predicts sample; allowed are epsilon, v_prediction"),
+            (sdv, SIDE, "predicts sample: allowed are epsilon, v_prediction"),
             (sd, 17, fits.format(17, 2)), (sd3, 18, fits.format(18, 4)),
             (pipeline("flux"), 22, fits.format(22, 4))):
         argv = ["--model", model, "--resolution", side, "--dtype", "fp32", "--reward",

@@ -147,7 +147,7 @@ class Config:
                            choices=("edges", "layer", "sum"))
     kl: float = opt(0.0, "weight of the KL divergence from the reference model", lo=0)
     sft: float = opt(0.0, "lambda: imitate the best path (D eq. 13)", lo=0)
-    lr: float = opt(3e-4, "learning rate of AdamW", above=0)
+    lr: float = opt(5e-4, "learning rate of AdamW", above=0)
     lr_schedule: str = opt("linear", "decay of the rate", choices=("constant", "linear", "cosine"))
     weight_decay: float = opt(0.01, "weight decay of AdamW", lo=0)
     max_grad_norm: float = opt(1.0, "gradients are clipped to this norm", above=0)
