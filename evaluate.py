@@ -92,7 +92,8 @@ def load_run(folder, weights: str = "best", rewards: bool = False) -> T.Run:
         if weights == "best":
             run.policy.restore(cfg.folder / "best")
     except Exception as e:
-        raise T.UsageError(f"{folder}: no best weights there ({f'{e}'.splitlines()[:1]})") from None
+        reason = f"{type(e).__name__}: {e}".splitlines()[0]
+        raise T.UsageError(f"{folder}: no best weights there ({reason})") from None
     return run
 
 def run_config(folder) -> T.Config:

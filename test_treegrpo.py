@@ -504,7 +504,6 @@ def test_backup_against_recursion(mode, seed):
     lp = [torch.randn(len(p), generator=g) for p in parents]
     leaves = torch.randn(nodes, generator=g)
     tree = make_tree(*parents, prompt=(0, 0, 1), log_prob=lp)
-
     def value(level, edge):
         if level == len(parents) - 1:
             return leaves[edge].item()
@@ -520,7 +519,6 @@ def test_leave_one_out_is_unbiased():
     draws = tensor(list(itertools.product(range(3), repeat=k)))  # (27, k)
     tree = make_tree(torch.arange(27).repeat_interleave(k).tolist(), prompt=range(27))
     score = torch.eye(3)[draws] - p  # grad log p of each draw, (27, k, 3)
-
     def gradient(adv):
         return (p[draws].prod(1)[:, None, None] * adv.view(27, k, 1) * score).sum((0, 1)) / k
     true = p * (r - p @ r)
@@ -788,7 +786,6 @@ def write_tokenizer(folder, merges=(), size=514):
 def clip_text(suffix="", projected=False):
     """Parts of a pipeline: tiny CLIP text encoder and tokenizer."""
     import transformers as tf
-
     folder = Path(TEMP.name, "words")
     write_tokenizer(folder)
     tokenizer = tf.CLIPTokenizer(f"{folder}/vocab.json", f"{folder}/merges.txt",
@@ -801,7 +798,6 @@ def t5(suffix, width):
     """Parts of a pipeline: tiny character-level T5."""
     import tokenizers as tk
     import transformers as tf
-
     vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), ("▁", -2.0)]
     core = tk.Tokenizer(tk.models.Unigram(vocab + [(chr(c), -3.0) for c in range(33, 127)], 2))
     core.pre_tokenizer, core.decoder = tk.pre_tokenizers.Metaspace(), tk.decoders.Metaspace()
@@ -816,7 +812,6 @@ def t5(suffix, width):
 def pipeline(name):
     """Folder of a tiny random pipeline."""
     import diffusers as d
-
     def vae(quant, scale, shift=None):
         return d.AutoencoderKL(
             block_out_channels=(8, 16), down_block_types=("DownEncoderBlock2D",) * 2,
@@ -831,9 +826,10 @@ def pipeline(name):
         pipe = d.StableDiffusionPipeline(
             vae=vae(True, 0.18215), **clip_text(), feature_extractor=None,
             safety_checker=None, requires_safety_checker=False,
-            scheduler=d.PNDMScheduler(**noise, skip_prk_steps=True) if name == "sd" else d.DDIMScheduler(
+            scheduler=d.DDIMScheduler(
                 **noise, clip_sample=False, prediction_type="v_prediction",
-                timestep_spacing="trailing"),  # PNDM: what the repository of SD 1.5 holds
+                timestep_spacing="trailing") if name == "sdv" else
+            d.PNDMScheduler(**noise, skip_prk_steps=True),  # what the repository of SD 1.5 holds
             unet=d.UNet2DConditionModel(
                 sample_size=8, layers_per_block=1, block_out_channels=(16, 32), norm_num_groups=8,
                 attention_head_dim=2, cross_attention_dim=32, dropout=0.1,
@@ -879,7 +875,6 @@ def policy_of(name, **flags):
 def theirs(name, x, steps, output, change=lambda pipe: None, **kw):
     """Latents (2, 4, 8, 8) or images of diffusers' own pipeline; SD with DDIM in place of PNDM."""
     import diffusers as d
-
     without = {"text_encoder_3": None, "tokenizer_3": None} if name == "sd3-no-t5" else {}
     pipe = d.DiffusionPipeline.from_pretrained(pipeline(name), **without)
     pipe.set_progress_bar_config(disable=True)
@@ -968,7 +963,6 @@ def test_weights_load_into_a_fresh_pipeline(name, full, tmp_path):
     shake(policy, 0.02 if full else 0.3)
     got = ours(policy, [x], 4)
     policy.export(tmp_path)
-
     def change(pipe):
         if full:
             kind = type(policy.net)
@@ -1274,7 +1268,6 @@ def test_killed_at_random_moments(kills):
 def kill_at(patch, owner, name, call, number):
     """Send this process a signal when a function is called for the call-th time."""
     function, count = getattr(owner, name), itertools.count(1)
-
     def killing(*args):
         if next(count) == call:
             os.kill(os.getpid(), number)
@@ -1295,6 +1288,15 @@ def test_signal_leaves_a_checkpoint(phase, owner, name, call, iteration, number,
     assert_same_run("a", "b")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
+def test_resumed_from_the_first_moment():  # what was overwritten does not come back
+    assert cli("--out", "a", "--iterations", 1, "--seed", 1) == 0
+    on_calls((1,), lambda x, p: sys.exit("killed"))
+    with pytest.raises(SystemExit):
+        cli("--out", "a", "--iterations", 1, "--overwrite")
+    HOOK.clear()
+    assert t.main(["--resume", "a"]) == 0 and cli("--out", "b", "--iterations", 1) == 0
+    assert_same_run("a", "b")
+
 @pytest.mark.parametrize("phase", ("pretrain", "start_files", "draw_run"))
 def test_ctrl_c_outside_the_loop(phase, monkeypatch, capsys):
     with monkeypatch.context() as patch:
@@ -1311,7 +1313,6 @@ def test_ctrl_c_outside_the_loop(phase, monkeypatch, capsys):
 def test_a_disk_that_fails_is_one_line(fault, capfd):
     """Files end at 50 kB, or the folder takes no more files, during iteration 2."""
     old, user, kind = resource.getrlimit(resource.RLIMIT_FSIZE), os.geteuid(), resource.RLIMIT_FSIZE
-
     def fail(images, prompts):
         if fault == "full":
             resource.setrlimit(kind, (50_000, old[1]))
@@ -1466,7 +1467,6 @@ def evaluate(*argv):
     "--branch 3 --depth 4 --window-mode fixed --window-start 3", "--model tiny-ddpm --branch 2"))
 def test_pictures(flags):
     from PIL import Image
-
     run = trained(*flags.split())
     DRAW_RUN(run)
     for name in ("curve", "grid", "tree"):
@@ -1507,10 +1507,12 @@ def test_weights_of_a_run():
     with last.averaged(), best.averaged():
         assert torch.equal(last.trainable[0], run.ema[0])
         assert torch.equal(best.trainable[0], run.trainable[0])
+    Path("run/best/model.pt").write_bytes(b"damaged")
+    with pytest.raises(t.UsageError, match="run: no best weights there"):
+        ev.load_run("run")
 
 def test_sample(capsys):
     from PIL import Image
-
     trained()
     pictures = []
     for seed in (0, 0, 1):
@@ -1522,7 +1524,6 @@ def test_sample(capsys):
 
 def test_usage_errors_of_evaluate(capsys, monkeypatch):
     import huggingface_hub
-
     def fail(*args, **kwargs):
         raise OSError("offline")
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
@@ -1575,10 +1576,8 @@ HPS_FILE = "HPS_v2.1_compressed.pt"
 def open_clip_checkpoint():
     """{"state_dict": ...} with the names and shapes of open_clip's CLIP, small and random."""
     g, state = torch.Generator().manual_seed(0), {}
-
     def add(name, *shape, one=0):
         state[name] = (one + torch.randint(-256, 257, shape, generator=g) / 2048).half()
-
     def norm(name, width):
         add(name + "weight", width, one=1)
         add(name + "bias", width)
@@ -1619,7 +1618,6 @@ def clip_folder(width=16):
     """A tiny CLIP with features of some width, as published: with constants that are not loaded."""
     from safetensors.torch import save_file
     from transformers import CLIPConfig, CLIPModel
-
     folder = Path(TEMP.name, str(width), "clip-vit-large-patch14")
     config = CLIPConfig(text_config=SMALL_CLIP | WORDS, projection_dim=width,
                         vision_config=SMALL_CLIP | {"image_size": 32, "patch_size": 8})
@@ -1635,7 +1633,6 @@ def clip_folder(width=16):
 def test_hpsv2_equals_the_package(monkeypatch):
     monkeypatch.setattr(ev, "VIT_H", SMALL_HPS)
     seen, load = [], ev.load_clip
-
     def spy(*args):
         model, tokenizer = load(*args)
         features = model.get_text_features
@@ -1661,7 +1658,6 @@ def test_hpsv2_equals_the_package(monkeypatch):
 
 def test_stored_scores_are_the_package_s_own(monkeypatch):
     from PIL import Image
-
     img_score = pytest.importorskip("hpsv2.img_score")
     make, factory = img_score.create_model_and_transforms, "hpsv2.src.open_clip.factory"
     monkeypatch.setitem(sys.modules[factory]._MODEL_CONFIGS, "ViT-H-14", {
@@ -1680,7 +1676,6 @@ def test_stored_scores_are_the_package_s_own(monkeypatch):
 
 def test_clip_pixels_equal_the_image_processor():
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
     for size in SIZES + [(224, 231), (225, 224)]:
         image = picture(*size) // 2 + 64  # PIL clips overshoots between its two passes: leave none
         want = CLIPImageProcessorPil()(image[0].permute(1, 2, 0).numpy(), return_tensors="pt")
@@ -1689,7 +1684,6 @@ def test_clip_pixels_equal_the_image_processor():
 
 def test_clip_and_aesthetic_equal_a_direct_computation(tmp_path):
     from transformers import CLIPModel, CLIPTokenizer
-
     folder, images = clip_folder(), torch.rand(3, 3, 40, 50)
     prompts = ["a cat", "Ünï “x” &amp;", "a very long prompt " * 20]
     words = CLIPTokenizer.from_pretrained(folder)(prompts, padding=True, truncation=True,
@@ -1759,7 +1753,6 @@ def test_wrong_hps_files_are_refused_by_name(tmp_path, monkeypatch, kind, says):
 
 def test_wrong_architectures_are_refused(tmp_path):
     import transformers as tf
-
     tf.CLIPTextModel(tf.CLIPTextConfig(**SMALL_CLIP, **WORDS)).save_pretrained(tmp_path)
     for name, folder in (("hpsv2", hps_folder()), ("clip", tmp_path), ("clip", hps_folder())):
         with pytest.raises(t.UsageError) as e:  # a small model, not ViT-H/14; half a CLIP; none

@@ -47,6 +47,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -1288,7 +1289,10 @@ class Run:
             if mean > self.best:
                 self.best, self.best_iteration = mean, self.iteration
                 if rank == 0:
-                    self.policy.export(self.cfg.folder / "best")
+                    part, best = self.cfg.folder / ".best", self.cfg.folder / "best"
+                    self.policy.export(part)  # if this fails or is killed the old one stays
+                    shutil.rmtree(best, ignore_errors=True)
+                    os.replace(part, best)
         return {"eval": mean, "best": self.best}
 
     def mark(self) -> dict:
