@@ -223,7 +223,7 @@ def check_config(cfg: Config) -> None:
     functions = [("--reward", name) for name, _ in map(parse_reward, cfg.reward) if ":" in name]
     for flag, name in functions + [("--track", cfg.track)] * bool(cfg.track):
         load_function(flag, name)
-    if family(cfg.model) in REPOSITORIES and not cfg.plan:
+    if not cfg.plan:
         FAMILIES[family(cfg.model)][0].latent_shape(cfg)
 
 # ==== 2. Schedule: one list of steps expresses every method =====================================
@@ -314,7 +314,8 @@ def dance_sde_step(x, v, sigma, sigma_next, eta) -> tuple[Tensor, Tensor]:
 def cps_step(x, v, sigma, sigma_next, noise_level) -> tuple[Tensor, Tensor]:
     """Coefficients-preserving sampling: part of the next noise is drawn anew; noise_level <= 1.
     Exact on a point mass. The std does not shrink with the step, so the marginals of a denoiser
-    that predicts posterior means come out too narrow at any T. Source: arXiv 2509.05952.
+    that predicts posterior means come out too narrow: for data N(0, .5^2) and noise level .7 by
+    26 % at 10 steps, by 15 % at 640. Source: arXiv 2509.05952.
     """
     sigma, sigma_next, a = scalars(x, sigma, sigma_next, noise_level)
     std = sigma_next * torch.sin(a * (math.pi / 2))
@@ -827,10 +828,11 @@ def tiny_base(kind: str) -> TinyDiT:
 
 class TinyPolicy(Policy):
     """The tiny world: `tiny` is a flow model, `tiny-ddpm` predicts eps and is sampled by DDIM."""
-    guided, shape = False, (3, 16, 16)
+    guided = False
 
     def __init__(self, cfg: Config, device: torch.device):
         self.cfg, self.device, self.net = cfg, device, tiny_base(cfg.model).to(device)
+        self.shape = self.latent_shape(cfg)
         self.trainable = list(self.net.parameters())
         self.initial = [p.detach().clone() for p in self.trainable]
         self.kind, self.grid = "flow", torch.linspace(1, 0, cfg.steps + 1)
@@ -839,6 +841,13 @@ class TinyPolicy(Policy):
             t = torch.arange(cfg.steps - 1, -1, -1) * (1000 // cfg.steps) + 1
             self.kind, self.times = "eps", t / 1000
             self.grid = torch.cat([ddpm_alphas()[t], ddpm_alphas()[:1]])
+
+    @classmethod
+    def latent_shape(cls, cfg: Config) -> tuple[int, int, int]:
+        """(C, H, W) of the latents, the pixels; refuses flags that the tiny world does not have."""
+        allow(cfg.resolution == 16, "resolution", cfg.resolution, "16 in the tiny world")
+        allow(cfg.guidance == 1, "guidance", cfg.guidance, "1 in the tiny world")
+        return 3, 16, 16
 
     def encode(self, prompts):
         return {"words": caption_words(prompts)}
@@ -1424,7 +1433,9 @@ def loop(run: Run, stop: list) -> None:
                 run.save()
             require(failed < 3, f"three iterations in a row failed: {log.get('skipped')}",
                     NumericalError)
-            bar.set_postfix_str(" ".join(f"{n} {log[k]:.3g}" for n, k in BAR.items() if k in log))
+            shown = log | {"best": run.best}
+            bar.set_postfix_str(" ".join(f"{name} {shown[key]:.3g}" for name, key in BAR.items()
+                                         if key in shown))
             bar.update()
     run.save()  # a signal may have come in the first evaluation, or after the last save
 
