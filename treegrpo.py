@@ -1219,6 +1219,7 @@ def save_atomic(state, path: Path) -> None:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
 
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes, as getrusage(2) has it
 LR_SCHEDULES = {"constant": lambda t: 1.0, "linear": lambda t: 1 - t,  # t from 0 to 1
                 "cosine": lambda t: 0.5 + 0.5 * math.cos(math.pi * t)}
 
@@ -1307,7 +1308,7 @@ class Run:
     def mark(self) -> dict:
         """Clock, count of denoiser evaluations, peak memory in GiB so far."""
         peak = (torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else
-                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT)
         return {"seconds": time.perf_counter(), "evaluations": self.policy.evaluations,
                 "memory": peak / 2**30}
 
