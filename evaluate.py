@@ -90,19 +90,13 @@ def rollout_log(tree, images, rewards, weights, names) -> dict:
     return log
 
 # ==== 2. Files and figures ======================================================================
-def write(path: Path, data: str | bytes) -> None:
-    """The file is complete or absent."""
+def save_png(image: Tensor, path: Path) -> None:
+    """Write (3, H, W) in [0, 1]; the file is complete or absent."""
+    from PIL import Image
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_bytes(data.encode() if isinstance(data, str) else data)
+    Image.fromarray((image * 255).round().byte().permute(1, 2, 0).cpu().numpy()).save(part, "png")
     os.replace(part, path)
-
-def save_png(image: Tensor, path: Path) -> None:
-    """Write (3, H, W) in [0, 1]."""
-    from PIL import Image
-    pixels = (image * 255).round().byte().permute(1, 2, 0).cpu().numpy()
-    Image.fromarray(pixels).save(file := io.BytesIO(), "PNG")
-    write(path, file.getvalue())
 
 def to_json(value) -> str:
     """JSON with null for what is not finite."""
@@ -859,9 +853,9 @@ def write_scores(out: Path, setting: dict, rows, by_prompt) -> None:
     columns = ("run", "metric", "prompt", "base", "trained", "difference")
     csv.writer(sheet).writerows([columns, *by_prompt])
     print("\n" + text)
-    write(out / "summary.md", text)
-    write(out / "summary.json", to_json(setting | {"results": rows}))
-    write(out / "prompts.csv", sheet.getvalue())
+    T.save_atomic(text, out / "summary.md")
+    T.save_atomic(to_json(setting | {"results": rows}), out / "summary.json")
+    T.save_atomic(sheet.getvalue(), out / "prompts.csv")
     print(f"written: {out}/ summary.md summary.json prompts.csv")
 
 # ==== 9. compare: methods trained at equal denoiser cost ========================================
@@ -962,7 +956,7 @@ def run_job(job: Job) -> dict:
             out["points"].append({"iteration": run.iteration, **spent, **kept, **observe(run),
                                   "train_reward": log.get("reward")})
     out["failed"] = failed[-1] if len(failed) == 3 else ""
-    write(job.path, json.dumps(out))
+    T.save_atomic(json.dumps(out), job.path)
     return out
 
 def run_jobs(jobs: dict, workers: int) -> dict:
@@ -1065,9 +1059,9 @@ def write_comparison(args, out: Path, results: dict, trials: dict) -> None:
     lines += [f"\n{label} stopped early: {r['failed']}" for label, runs in results.items()
               for r in runs if r["failed"]]
     print("\n" + "\n".join(lines))
-    write(out / "compare.md", "\n".join(lines) + "\n")
+    T.save_atomic("\n".join(lines) + "\n", out / "compare.md")
     tuning = [{"method": m, "lr": lr, "peak": peak(r)} for (m, lr), r in trials.items()]
-    write(out / "compare.json", to_json({"command": args.line, "rows": rows, "tuning": tuning}))
+    T.save_atomic(to_json({"command": args.line, "rows": rows, "tuning": tuning}), out / "compare.json")
     print(f"\nwritten: {out}/ compare.md compare.json")
     draw_all(out, pareto=functools.partial(draw_pareto, results, args.levels),
              credit=functools.partial(draw_credit, results))
@@ -1469,8 +1463,8 @@ def why_command(args) -> None:
              "", *table(("estimator", "evaluations", "noise, Gaussian", "angle, degrees",
                          "noise, tiny"), rows)]
     print("\n".join(lines))
-    write(out / "why.md", "\n".join(lines) + "\n")
-    write(out / "why.json", to_json({"gaussian": gauss, "tiny": tiny}))
+    T.save_atomic("\n".join(lines) + "\n", out / "why.md")
+    T.save_atomic(to_json({"gaussian": gauss, "tiny": tiny}), out / "why.json")
     print(f"written: {out}/ why.md why.json")
     draw_all(out, why=functools.partial(draw_why, {"one-dimensional Gaussian flow": gauss}
                                         | ({"tiny, fixed states": tiny} if tiny else {})))
