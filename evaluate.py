@@ -98,10 +98,6 @@ def save_png(image: Tensor, path: Path) -> None:
     Image.fromarray((image * 255).round().byte().permute(1, 2, 0).cpu().numpy()).save(part, "png")
     os.replace(part, path)
 
-def to_json(value) -> str:
-    """JSON with null for what is not finite."""
-    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=1) + "\n"
-
 def table(head, rows) -> list[str]:
     """Lines of a Markdown table."""
     rows = [map(str, r) for r in (head, ["---"] * len(head), *rows)]
@@ -132,6 +128,16 @@ def draw_all(folder: Path, **pictures) -> None:
     for name, draw in pictures.items():
         draw(folder / f"{name}.png")
     print(f"pictures: {folder}/ {' '.join(f'{name}.png' for name in pictures)}")
+
+def publish(folder: Path, name: str, lines: list[str], data, **pictures) -> None:
+    """Print lines of Markdown; write NAME.md, NAME.json (null: not finite) and pictures."""
+    text = "\n".join(lines) + "\n"
+    plain = json.loads(json.dumps(data), parse_constant=lambda _: None)
+    print("\n" + text)
+    T.save_atomic(text, folder / f"{name}.md")
+    T.save_atomic(json.dumps(plain, indent=1) + "\n", folder / f"{name}.json")
+    print(f"written: {folder}/ {name}.md {name}.json")
+    draw_all(folder, **pictures)
 
 # ==== 3. Runs ===================================================================================
 def load_run(folder, weights: str = "best", rewards: bool = False) -> T.Run:
@@ -803,8 +809,8 @@ def score_command(args) -> None:
     device, n = T.pick_device("auto"), args.n or (16 if tiny else 4)
     rewards = {f: [T.parse_reward(r)[0] for r in cfg.reward] for f, cfg in configs.items()}
     names = args.metrics or sum(rewards.values(), []) + (TINY_METRICS if tiny else REAL_METRICS)
-    pairs = [*args.reward_weights, *(p for c in configs.values() for p in c.reward_weights)]
-    local = T.local_weights(pairs)
+    local = T.local_weights(sum((list(c.reward_weights) for c in configs.values()),
+                                list(args.reward_weights)))
     metrics = {name: load_metric(name, device, local) for name in names} | DRIFT
     sets = ({"diversity": prompt_diversity} if n > 1 else {}) | ({"spread": spread} if tiny else {})
     prompts, rows, by_prompt = score_prompts(args.prompts, configs), [], []
@@ -824,14 +830,16 @@ def score_command(args) -> None:
             rows.append(row | {"alarm": alarm(name, row, rewards[folder])})
             means = zip(prompts, *(v.mean(1).tolist() for v in (b, t, t - b)), strict=True)
             by_prompt += [(folder, name, *line) for line in means]
+    out, sheet = Path(args.out or Path(args.runs[0]) / "score"), io.StringIO()
+    csv.writer(sheet).writerows([("run", "metric", "prompt", "base", "trained", "difference"),
+                                 *by_prompt])
+    T.save_atomic(sheet.getvalue(), out / "prompts.csv")
     setting = {"prompts": len(prompts), "images_per_prompt": n, "seed": args.seed,
                "weights": args.weights}
-    out = Path(args.out or Path(args.runs[0]) / "score")
-    write_scores(out, setting, rows, by_prompt)
-    draw_all(out, grid=functools.partial(draw_blocks, "eval (ODE): same noise in all blocks",
-                                         prompts[:8], pictures))
+    publish(out, "summary", summary(setting, rows), setting | {"results": rows}, grid=functools
+            .partial(draw_blocks, "eval (ODE): same noise in all blocks", prompts[:8], pictures))
 
-def summary(setting: dict, rows: list[dict]) -> str:
+def summary(setting: dict, rows: list[dict]) -> list[str]:
     """Markdown: a table per run and the meaning of the alarms."""
     lines = ["# {prompts} prompts x {images_per_prompt} images, seed {seed}, {weights} weights, "
              "ODE sampler, same noise for base and run".format(**setting)]
@@ -844,19 +852,8 @@ def summary(setting: dict, rows: list[dict]) -> str:
             for r in rows if r["run"] == folder])]
     ranges = [(name, f"{lo:+.0%} to {hi:+.0%}".replace("+inf%", "any"), why)
               for name, (lo, hi, why) in HEALTH.items() if name.startswith("change")]
-    return "\n".join([*lines, "", f"Alarms: a metric that was not the reward surely falls by over "
-                      f"{FALL:.0%}, or", "", *table(("relative", "leaves", "because"), ranges), ""])
-
-def write_scores(out: Path, setting: dict, rows, by_prompt) -> None:
-    """summary.md, summary.json and prompts.csv."""
-    text, sheet = summary(setting, rows), io.StringIO()
-    columns = ("run", "metric", "prompt", "base", "trained", "difference")
-    csv.writer(sheet).writerows([columns, *by_prompt])
-    print("\n" + text)
-    T.save_atomic(text, out / "summary.md")
-    T.save_atomic(to_json(setting | {"results": rows}), out / "summary.json")
-    T.save_atomic(sheet.getvalue(), out / "prompts.csv")
-    print(f"written: {out}/ summary.md summary.json prompts.csv")
+    return [*lines, "", "Alarms: a metric that was not the reward surely falls by over "
+            f"{FALL:.0%}, or", "", *table(("relative", "leaves", "because"), ranges)]
 
 # ==== 9. compare: methods trained at equal denoiser cost ========================================
 # Cost is in forward-equivalents: a latent through the denoiser is 1, its backward pass 2; under
@@ -1058,13 +1055,10 @@ def write_comparison(args, out: Path, results: dict, trials: dict) -> None:
                           for name in dict.fromkeys(name for name, _ in trials)])]
     lines += [f"\n{label} stopped early: {r['failed']}" for label, runs in results.items()
               for r in runs if r["failed"]]
-    print("\n" + "\n".join(lines))
-    T.save_atomic("\n".join(lines) + "\n", out / "compare.md")
     tuning = [{"method": m, "lr": lr, "peak": peak(r)} for (m, lr), r in trials.items()]
-    T.save_atomic(to_json({"command": args.line, "rows": rows, "tuning": tuning}), out / "compare.json")
-    print(f"\nwritten: {out}/ compare.md compare.json")
-    draw_all(out, pareto=functools.partial(draw_pareto, results, args.levels),
-             credit=functools.partial(draw_credit, results))
+    publish(out, "compare", lines, {"command": args.line, "rows": rows, "tuning": tuning},
+            pareto=functools.partial(draw_pareto, results, args.levels),
+            credit=functools.partial(draw_credit, results))
 
 def draw_pareto(results: dict, levels: list[float], path: Path) -> None:
     """Reward against cost and against seconds; median of the seeds, shaded from worst to best."""
@@ -1462,12 +1456,9 @@ def why_command(args) -> None:
              "errors (–: unbounded). Angle: between the estimator's mean and the exact gradient.",
              "", *table(("estimator", "evaluations", "noise, Gaussian", "angle, degrees",
                          "noise, tiny"), rows)]
-    print("\n".join(lines))
-    T.save_atomic("\n".join(lines) + "\n", out / "why.md")
-    T.save_atomic(to_json({"gaussian": gauss, "tiny": tiny}), out / "why.json")
-    print(f"written: {out}/ why.md why.json")
-    draw_all(out, why=functools.partial(draw_why, {"one-dimensional Gaussian flow": gauss}
-                                        | ({"tiny, fixed states": tiny} if tiny else {})))
+    studies = {"one-dimensional Gaussian flow": gauss, "tiny, fixed states": tiny}
+    publish(out, "why", lines, {"gaussian": gauss, "tiny": tiny},
+            why=functools.partial(draw_why, {k: v for k, v in studies.items() if v}))
 
 def draw_why(studies: dict, path: Path) -> None:
     """Noise of each estimator; on the Gaussian flow with the angle of its bias."""

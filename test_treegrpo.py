@@ -1792,7 +1792,7 @@ def test_measures_of_nothing_and_of_dirt():
 def test_drift_measures_by_hand():
     half = torch.zeros(1, 3, 4, 4)
     half[:, 0, :, 2:] = 1  # right half red; one of 3 x-differences in one of 3 channels
-    assert ev.saturation(half, [""]).item() == 0.5
+    assert ev.chroma(half, [""]).item() == 0.5
     assert ev.sharpness(half, [""]).item() == pytest.approx(1 / 9)
     assert ev.prompt_diversity(half.repeat(3, 1, 1, 1)) == 0
     assert ev.prompt_diversity(torch.cat([half * 0, half * 0 + 0.25])) == pytest.approx(0.25)
@@ -1812,7 +1812,7 @@ def test_intervals():
     low, high = ev.bootstrap(clustered)
     assert high - low == pytest.approx(2 * 1.96 * clustered[:, 0].std().item() / 4, rel=0.1)
     constant = tensor([[1.0] * 8, [3.0] * 8])
-    assert ev.bootstrap(constant) == (2, 2)  # 2 prompts are kept, their images are alike
+    assert ev.bootstrap(constant) == (1, 3)  # prompts are drawn, too
     assert math.isnan(ev.bootstrap(torch.ones(1, 1))[0])
 
 def test_alarms():

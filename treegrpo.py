@@ -954,7 +954,7 @@ class PipelinePolicy(Policy):
         for name in unused:
             net.get_submodule(name).requires_grad_(False)
         lora = LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules=self.targets,
-                          exclude_modules=unused or None, init_lora_weights="gaussian")
+                          init_lora_weights="gaussian", exclude_modules=unused[:1] or None)
         if not cfg.full:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(cfg.seed)
