@@ -1000,6 +1000,7 @@ class PipelinePolicy(Policy):
             if self.cfg.full:
                 return self.net.save_pretrained(folder / self.core)
             alpha = self.net.peft_config["default"].to_dict()  # without it alpha = rank is assumed
+            alpha["exclude_modules"] = None  # the keys tell; peft warns of modules it cannot find
             self.pipe.save_lora_weights(folder, **{f"{self.core}_lora_layers": self.lora(),
                                                    f"{self.core}_lora_adapter_metadata": alpha})
 
