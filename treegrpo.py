@@ -953,8 +953,10 @@ class PipelinePolicy(Policy):
                   for name in ("add_q_proj", "norm_added_q") if getattr(m, name, None)]
         for name in unused:
             net.get_submodule(name).requires_grad_(False)
-        lora = LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules=self.targets,
-                          init_lora_weights="gaussian", exclude_modules=unused[:1] or None)
+        targets = [name for name, _ in net.named_modules()
+                   if name.endswith(tuple(self.targets)) and name not in unused]
+        lora = LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules=targets,
+                          init_lora_weights="gaussian")
         if not cfg.full:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(cfg.seed)
@@ -1000,7 +1002,6 @@ class PipelinePolicy(Policy):
             if self.cfg.full:
                 return self.net.save_pretrained(folder / self.core)
             alpha = self.net.peft_config["default"].to_dict()  # without it alpha = rank is assumed
-            alpha["exclude_modules"] = None  # the keys tell; peft warns of modules it cannot find
             self.pipe.save_lora_weights(folder, **{f"{self.core}_lora_layers": self.lora(),
                                                    f"{self.core}_lora_adapter_metadata": alpha})
 
