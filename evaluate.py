@@ -650,8 +650,8 @@ HEALTH = {  # value of the log, or of `score` its change relative to the base: l
     "ratio_max/0": (0, 2e-5, "the update does not see the model that sampled: look for dropout, "
                     "train mode, or another micro-batch or precision; run `evaluate.py check`"),
     "ratio_std": (0, 0.02, "the policy moves far within one rollout: lower --lr or --inner-epochs"),
-    "clip": (1e-4, 0.5, "share of edges the clip stops in the last epoch: at 0 it does nothing "
-             "(lower --clip), above half the update stands still (lower --lr or --inner-epochs)"),
+    "clip": (0, 0.5, "share of edges that the clip stops in the last epoch: above half the update "
+             "stands still; lower --lr or --inner-epochs"),
     "grad_norm": (1e-7, 10, "gradient norm before clipping: at 0 nothing is learnt (do rewards "
                   "differ?), if large lower --lr, --sft or --kl"),
     "kl": (0, 0.05, "far from the reference model: raise --kl, lower --lr, or stop earlier"),
