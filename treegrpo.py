@@ -1386,6 +1386,8 @@ def train(cfg: Config) -> Run:
         leader = world()[0] == 0
         if leader:
             ends.enter_context(open_folder(cfg))
+        if family(cfg.model) not in REPOSITORIES and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # tiny matrices: on busy cores more threads are far slower
         run = Run(cfg)
         if cfg.resume:
             run.load(cfg.folder / "last.pt")
