@@ -179,7 +179,7 @@ PRESETS = {  # what the published methods do differently, as rows of one table (
     "treegrpo-paper": {"sibling_norm": "none", "backup": "prob", "loss_reduce": "sum"},
     "treegrpo-fast": {"tail_steps": 2, "inner_epochs": 2, "lr": 3e-4},  # 2 updates: smaller steps
     "dynamic-treerpo": {"branch": (2,), "depth": 4, "window_mode": "sliding", "noise_growth": 0.5,
-                        "clip_min": 0.0128, "clip_max": 0.0512, "inner_epochs": 2, "sft": 0.1},
+                        "clip_min": 0.0128, "clip_max": 0.0512, "inner_epochs": 2, "sft": 0.001},
     "flow-grpo": FLAT | {"roots": 24, "kl": 0.04},
     "dancegrpo": FLAT | {"branch": (12, 1), "sde": "dance", "noise_level": 0.3,
                          "train_fraction": 0.6},
