@@ -120,12 +120,13 @@ class Config:
     guidance: float = opt(1.0, "classifier-free guidance, in sampling and training", lo=1.0)
     sde: str = opt("flow", "SDE of flow models; others: DDIM", choices=("flow", "cps", "dance"))
     noise_level: float = opt(0.7, "noise level a of the window (DDIM, dance: eta)", above=0)
-    noise_growth: float = opt(0.0, "beta: it grows to (1 + beta) a (D eq. 6)", above=-1)
+    noise_growth: float = opt(0.0, "beta: a grows to (1 + beta) a (D eq. 6)", above=-1)
     # the tree
     roots: int = opt(1, "initial noises per prompt", lo=1)
     branch: tuple[int, ...] = opt((3,), "children k per window step; the last repeats", lo=1)
     depth: int = opt(3, "window length w in steps; 0: all steps but the last", lo=0)
-    window_mode: str = opt("random", "its start", choices=("random", "sliding", "fixed"))
+    window_mode: str = opt("random", "how the window's start is chosen",
+                           choices=("random", "sliding", "fixed"))
     window_ratio: float = opt(0.5, "random: r of eq. 7; small favours early", above=0, hi=1)
     window_start: int = opt(0, "fixed, sliding: the (first) start", lo=0)
     window_stride: int = opt(1, "sliding: steps the start moves by", lo=1)
@@ -133,8 +134,9 @@ class Config:
     tail_steps: int = opt(0, "ODE steps after the window; 0: those of the grid", lo=0)
     # credit
     group: str = opt("prompt", "leaves compared with each other", choices=("prompt", "root"))
-    backup: str = opt("mean", "weights: equal, or by probability", choices=("mean", "prob"))
-    sibling_norm: str = opt("center", "among siblings", choices=("center", "std", "none", "depth"))
+    backup: str = opt("mean", "children's weights: equal, or eq. 11", choices=("mean", "prob"))
+    sibling_norm: str = opt("center", "how an edge is compared with its siblings",
+                            choices=("center", "std", "none", "depth"))
     adv_clip: float = opt(5.0, "advantages are clipped to +- this", above=0)
     # the update
     clip: float = opt(0.0256, "the ratio is clipped at 1 +- clip / sqrt(D)", above=0)
@@ -1460,12 +1462,14 @@ class Parser(argparse.ArgumentParser):
 def parse(argv: list[str] | None) -> Config:
     """Flags -> Config. A flag beats the resumed run, the model, the preset and the default."""
     parser = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
-                    argument_default=argparse.SUPPRESS)
+                    epilog=f"Presets: {', '.join(PRESETS)}. In brackets: defaults, which presets "
+                    "and models override.", argument_default=argparse.SUPPRESS)
     for f in dataclasses.fields(Config):
-        many, line = isinstance(f.default, tuple), f.metadata["help"]
-        shown = " ".join(map(str, f.default)) if many else f.default
-        how = {"type": type([*f.default, ""][0] if many else f.default), "metavar": "X",
-               "nargs": "+" if many else None, "help": f"{line} [{shown}]"}
+        many, (line, choices) = isinstance(f.default, tuple), map(f.metadata.get, ("help", "choices"))
+        shown = " ".join(map(str, f.default)) if many else str(f.default)
+        how = {"type": type([*f.default, ""][0] if many else f.default),
+               "metavar": f"{{{','.join(choices)}}}" if choices else "X",
+               "nargs": "+" if many else None, "help": line + f" [{shown}]" * bool(shown)}
         if isinstance(f.default, bool):
             how = {"action": argparse.BooleanOptionalAction, "help": line}
         parser.add_argument("--" + f.name.replace("_", "-"), **how)
