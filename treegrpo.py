@@ -1465,7 +1465,8 @@ def parse(argv: list[str] | None) -> Config:
                     epilog=f"Presets: {', '.join(PRESETS)}. In brackets: defaults, which presets "
                     "and models override.", argument_default=argparse.SUPPRESS)
     for f in dataclasses.fields(Config):
-        many, (line, choices) = isinstance(f.default, tuple), map(f.metadata.get, ("help", "choices"))
+        line, choices = f.metadata["help"], f.metadata["choices"]
+        many = isinstance(f.default, tuple)
         shown = " ".join(map(str, f.default)) if many else str(f.default)
         how = {"type": type([*f.default, ""][0] if many else f.default),
                "metavar": f"{{{','.join(choices)}}}" if choices else "X",
