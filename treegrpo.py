@@ -1409,6 +1409,16 @@ def train(cfg: Config) -> Run:
 
 BAR = {"reward": "reward", "best eval": "best", "|rho-1|": "ratio_max/0", "clip": "clip_high/0"}
 
+def attempt(run: Run, function, key: str) -> dict:
+    """What the function has for the log; under `key`, why that is nothing."""
+    from tqdm import tqdm
+    try:
+        return function()
+    except NumericalError as e:
+        message = f"{e} (iteration {run.iteration}, seed {run.cfg.seed})"
+        tqdm.write(f"{key}: {message}", file=sys.stderr)
+        return {key: message}
+
 def loop(run: Run, stop: list) -> None:
     """Iterate until the end, a signal, or three failures in a row."""
     import evaluate
@@ -1425,23 +1435,16 @@ def loop(run: Run, stop: list) -> None:
         if track:
             track(log)
 
-    def attempt(function, key: str) -> dict:
-        try:
-            return function()
-        except NumericalError as e:
-            message = f"{e} (iteration {run.iteration}, seed {cfg.seed})"
-            tqdm.write(f"{key}: {message}", file=sys.stderr)
-            return {key: message}
     if run.iteration == 0:
-        write(attempt(run.measure, "eval_skipped"))
+        write(attempt(run, run.measure, "eval_skipped"))
     with tqdm(total=cfg.iterations, initial=run.iteration, disable=not leader, unit="it") as bar:
         while run.iteration < cfg.iterations and not all_sum(torch.tensor(len(stop))):
-            log = attempt(run.train_iteration, "skipped")
+            log = attempt(run, run.train_iteration, "skipped")
             failed = failed + 1 if "skipped" in log else 0
             run.iteration += 1
             last = run.iteration == cfg.iterations or failed == 3
             if last or run.iteration % cfg.eval_every == 0:
-                log |= attempt(run.measure, "eval_skipped")
+                log |= attempt(run, run.measure, "eval_skipped")
             write(log)
             if last or stop or run.iteration % cfg.save_every == 0:
                 run.save()
