@@ -32,6 +32,7 @@ import evaluate as ev
 import treegrpo as t
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background shells ignore it
 TEMP = tempfile.TemporaryDirectory()
 t.BASE.update(width=32, blocks=2, heads=2)  # the same network, smaller
 FIELDS = {f.name: f for f in dataclasses.fields(t.Config)}
@@ -475,7 +476,8 @@ def test_chains_are_flat_grpo(mode):
 
 def test_groups_ties_several_rewards_and_clip():
     tree, rewards = make_tree([0, 0, 1, 1], prompt=(0, 0)), tensor([0.0, 1, 10, 12])
-    edges = lambda tree, r, **kw: t.edge_advantages(tree, r, config(sibling_norm="none", **kw))[0]  # noqa: E731, E501
+    def edges(tree, rewards, **flags):
+        return t.edge_advantages(tree, rewards, config(sibling_norm="none", **flags))[0]
     # mean 5.75, variance (33.0625 + 22.5625 + 18.0625 + 39.0625) / 4
     close(edges(tree, rewards), tensor([-5.75, -4.75, 4.25, 6.25]) / 28.1875**0.5)
     close(edges(tree, rewards, group="root"), [-1.0, 1, -1, 1])
