@@ -1243,7 +1243,6 @@ def pick_device(name: str) -> torch.device:
 
 class Run:
     """What a run holds: policy, rewards, optimiser, weight average, and how far it is."""
-    PROGRESS = ("iteration", "best", "best_iteration")
 
     def __init__(self, cfg: Config):
         self.cfg, self.prompts = cfg, training_prompts(cfg)
@@ -1253,12 +1252,12 @@ class Run:
         self.rewards, self.trainable = load_rewards(cfg, self.device), self.policy.trainable
         self.optimizer = torch.optim.AdamW(self.trainable, cfg.lr, weight_decay=cfg.weight_decay)
         self.ema = [p.detach().clone() for p in self.trainable] if cfg.ema else []
-        self.iteration, self.best, self.best_iteration = 0, -math.inf, 0
+        self.iteration, self.best = 0, -math.inf
 
     def save(self) -> None:
         state = {"weights": [p.data for p in self.trainable], "ema": self.ema,
                  "optimizer": self.optimizer.state_dict(),
-                 "progress": {k: getattr(self, k) for k in self.PROGRESS}}
+                 "progress": {"iteration": self.iteration, "best": self.best}}
         if world()[0] == 0:
             save_atomic(state, self.cfg.folder / "last.pt")
 
@@ -1270,7 +1269,7 @@ class Run:
             for p, v in zip([*self.trainable, *self.ema], values, strict=True):
                 p.data.copy_(v.view_as(p))  # copy_ alone would broadcast
             self.optimizer.load_state_dict(state["optimizer"])
-            vars(self).update({k: state["progress"][k] for k in self.PROGRESS})
+            self.iteration, self.best = (state["progress"][k] for k in ("iteration", "best"))
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -1308,7 +1307,7 @@ class Run:
                 self.rewards, self.sample(prompts, ("evaluation",), slots), prompts))
             mean = all_sum((self.weights @ rewards).sum()).item() / self.cfg.eval_images
             if mean > self.best:
-                self.best, self.best_iteration = mean, self.iteration
+                self.best = mean
                 if rank == 0:
                     part, best = self.cfg.folder / ".best", self.cfg.folder / "best"
                     self.policy.export(part)  # if this fails or is killed the old one stays
