@@ -884,19 +884,19 @@ def make_job(flags: list[str], seed: int, budget: int, every: int, out: Path) ->
     iterations = sum(1 for _ in itertools.takewhile(lambda cost: cost <= budget, spent))
     return Job(dataclasses.replace(cfg, iterations=max(1, iterations)), budget, every)
 
+def settings(text: str) -> list[str]:
+    """'flag=value,...' -> flags of treegrpo.py."""
+    pairs = (part.partition("=") for part in text.split(",") if part)
+    return [word for name, _, value in pairs
+            for word in ("--" + name.strip().replace("_", "-"), *value.split())]
+
 def variants(args) -> dict[str, list[str]]:
     """Rows of the comparison: label -> flags of treegrpo.py."""
     out = {m: ["--method", m] for m in args.methods}
     for text in args.set:
-        label, method, settings = [*text.split(":", 2), "", ""][:3]
+        label, method, more = [*text.split(":", 2), "", ""][:3]
         T.require(label and method, f"--set {text}: must be LABEL:METHOD[:flag=value,...]")
-        out[label] = ["--method", method]
-        for flag, _, value in (s.partition("=") for s in settings.split(",") if s):
-            out[label] += ["--" + flag.strip().replace("_", "-"), *value.split()]
-    for text in args.lr:
-        label, _, rate = text.rpartition("=")
-        T.allow(label in out, "lr", text, [f"{name}=X" for name in out])
-        out[label] += ["--lr", rate]
+        out[label] = ["--method", method, *settings(more)]
     T.require(out, "--methods or --set: name what to compare")
     for label in args.baseline:
         T.allow(label in out, "baseline", label, out)
@@ -980,6 +980,15 @@ def run_jobs(jobs: dict, workers: int) -> dict:
 def peak(result: dict) -> float:
     return max(p["reward"] for p in result["points"])
 
+def final(result: dict) -> float:
+    return result["points"][-1]["reward"]
+
+def fall(result: dict) -> float:
+    """The most that the reward ever was below its best so far."""
+    rewards = [p["reward"] for p in result["points"]]
+    best = itertools.accumulate(rewards, max)
+    return max(b - r for b, r in zip(best, rewards, strict=True))
+
 def cost_to(points: list[dict], level: float, unit: str = "cost") -> float:
     """Cost at which the reward first reaches a level, linear between evaluations; inf if never."""
     if points[0]["reward"] >= level:
@@ -994,19 +1003,16 @@ def compare_command(args) -> None:
     """train methods on equal denoiser cost; flags that it does not know go to treegrpo.py"""
     rows, out = variants(args), Path(args.out or "runs/compare")
     every = args.every or max(1, args.budget // 10)
-    def job(label: str, seed: int, budget: int, *more: str) -> Job:
-        return make_job([*rows[label], *more], seed, budget, every, out)
-    tuned = [label for label, flags in rows.items() if args.tune and "--lr" not in flags]
-    trials = {(label, lr): job(label, args.seeds[0], args.budget // 2, "--lr", f"{lr:g}")
-              for label in tuned for lr in args.tune}
+    def job(label: str, seed: int, trial: str = "") -> Job:
+        return make_job([*rows[label], *settings(trial)], seed, args.budget, every, out)
+    trials = {(m, trial): job(m, args.seeds[0], trial) for m in args.methods for trial in args.tune}
     for label in rows:
-        job(label, 0, args.budget)  # refuses bad flags before anything runs
+        job(label, 0)  # refuses bad flags before anything runs
     trials = run_jobs(trials, args.jobs)
-    for label in tuned:
-        rate = max(args.tune, key=lambda lr, label=label: peak(trials[label, lr]))
-        rows[label] += ["--lr", f"{rate:g}"]
-    done = run_jobs({(label, seed): job(label, seed, args.budget) for label in rows
-                     for seed in args.seeds}, args.jobs)
+    for m in {m for m, _ in trials}:
+        rows[m] += settings(max(args.tune, key=lambda trial, m=m: final(trials[m, trial])))
+    done = run_jobs({(label, seed): job(label, seed) for label in rows for seed in args.seeds},
+                    args.jobs)
     write_comparison(args, out, {r: [done[r, s] for s in args.seeds] for r in rows}, trials)
 
 def summarise(results: list[dict], levels: list[float], baselines: dict) -> dict:
@@ -1018,9 +1024,11 @@ def summarise(results: list[dict], levels: list[float], baselines: dict) -> dict
     def to(level: float, unit: str = "cost", of=results) -> float:
         return statistics.median(cost_to(r["points"], level, unit) for r in of)
     row = {"leaves": cfg.roots * math.prod(s.children for s in steps),
-           "trained nodes": T.nfe(steps, cfg.roots)[1], "lr": cfg.lr}
-    for name, v in (("peak", list(map(peak, results))), ("final", [p["reward"] for p in last])):
-        row[name] = [statistics.median(v), min(v), max(v)]
+           "trained nodes": T.nfe(steps, cfg.roots)[1], "lr": cfg.lr,
+           "prompts": cfg.prompts_per_iteration}
+    for measured in (peak, final, fall):
+        values = list(map(measured, results))
+        row[measured.__name__] = [statistics.median(values), min(values), max(values)]
     row |= {f"cost to {x:g}": to(x) for x in levels}
     row |= {"cost": median("cost"), "iterations": median("iteration"),
             "s/iteration": statistics.median(p[clock] / max(1, p["iteration"]) for p in last)}
@@ -1048,14 +1056,13 @@ def write_comparison(args, out: Path, results: dict, trials: dict) -> None:
              f"seconds are {every[0]['seconds']} seconds, without evaluation. ×: how much less is "
              "needed to reach the median best reward of that baseline."]
     if trials:
-        rates = list(dict.fromkeys(lr for _, lr in trials))
-        lines += ["", f"Learning rates: peak in {args.budget // 2:,}, seed {args.seeds[0]}", "",
-                  *table(["method", *map(number, rates)],
-                         [[name, *(f"{peak(trials[name, lr]):.3f}" for lr in rates)]
-                          for name in dict.fromkeys(name for name, _ in trials)])]
+        lines += ["", f"Final reward of the trials, seed {args.seeds[0]}", "",
+                  *table(["method", *args.tune],
+                         [[m, *(f"{final(trials[m, trial]):.3f}" for trial in args.tune)]
+                          for m in args.methods])]
     lines += [f"\n{label} stopped early: {r['failed']}" for label, runs in results.items()
               for r in runs if r["failed"]]
-    tuning = [{"method": m, "lr": lr, "peak": peak(r)} for (m, lr), r in trials.items()]
+    tuning = [{"method": m, "trial": trial, "final": final(r)} for (m, trial), r in trials.items()]
     publish(out, "compare", lines, {"command": args.line, "rows": rows, "tuning": tuning},
             pareto=functools.partial(draw_pareto, results, args.levels),
             credit=functools.partial(draw_credit, results))
@@ -1505,9 +1512,8 @@ FLAGS = {
     "--seeds": flag("[0]", (0,), int, many=True),
     "--budget": flag("cost of each run [200000]", 200_000, positive),
     "--every": flag("cost between evaluations [budget / 10]", kind=positive),
-    "--lr": flag("learning rate of a row, LABEL=X", (), many=True),
-    "--tune": flag("try these rates on the first seed and half the budget, and use the one of the "
-                   "best peak", (), float, many=True),
+    "--tune": flag("trials, flag=value,... : each row of --methods takes the one with which the "
+                   "first seed ends best", (), many=True),
     "--jobs": flag("processes, one thread each [1]", 1, positive),
     "--levels": flag("rewards for which the cost is given [.6 .7 .8]", (0.6, 0.7, 0.8), float,
                      many=True),
@@ -1521,7 +1527,7 @@ COMMANDS = {  # name: (function, its arguments)
     "sample": (sample_command, "run texts --n --seed --weights --out"),
     "score": (score_command, "runs --n --seed --weights --out --prompts --metrics "
                              "--reward-weights"),
-    "compare": (compare_command, "--methods --set --seeds --budget --every --lr --tune --jobs "
+    "compare": (compare_command, "--methods --set --seeds --budget --every --tune --jobs "
                                  "--levels --baseline --out"),
     "check": (check_command, ""),
     "why": (why_command, "--trees --tiny-trees --states --out"),

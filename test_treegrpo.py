@@ -1919,6 +1919,7 @@ def test_summary_by_hand():
     row = ev.summarise([result((0, 0.5), (50, 0.9), (100, 0.8))], [0.6, 0.95], {"slow": slow})
     assert (row["leaves"], row["trained nodes"]) == (27, 13)
     assert (row["peak"], row["final"]) == ([0.9, 0.9, 0.9], [0.8, 0.8, 0.8])
+    assert ev.fall(result((0, 0.5), (50, 0.9), (90, 0.6), (100, 0.95))) == pytest.approx(0.3)
     assert (row["cost to 0.6"], row["cost to 0.95"]) == (pytest.approx(12.5), math.inf)
     # the median best of slow is .7, reached at 100, 66.7 and never; the other is there at 25
     assert row["cost to best of slow, ×"] == row["seconds to best of slow, ×"] == pytest.approx(4)
@@ -1938,16 +1939,18 @@ def test_compare_writes_all_and_caches(monkeypatch):
     argv = ["compare", "--methods", "dancegrpo", "--set",
             "k 2:treegrpo:branch=2,no-full,sibling_norm=std", "--seeds", 0, 1, "--budget", 900,
             "--every", 300, "--baseline", "dancegrpo", "--levels", 0.1, "--out", "cmp", "--tune",
-            1e-4, 1e-3, "--lr", "k 2=0.002", *SHORT]
+            "lr=1e-4", "lr=1e-3,prompts_per_iteration=2", *SHORT]
     assert evaluate(*argv) == 0
     made = json.loads(Path("cmp/compare.json").read_text())
-    assert set(made["rows"]) == {"dancegrpo", "k 2"} and made["rows"]["k 2"]["lr"] == 0.002
-    assert [row["lr"] for row in made["tuning"]] == [1e-4, 1e-3]  # the other's rate is given
-    assert made["rows"]["dancegrpo"]["lr"] == max(made["tuning"], key=lambda row: row["peak"])["lr"]
+    rows, tuning = made["rows"], made["tuning"]  # only rows of --methods are tuned
+    assert set(rows) == {"dancegrpo", "k 2"} and {x["method"] for x in tuning} == {"dancegrpo"}
+    best = max(tuning, key=lambda trial: trial["final"])["trial"]
+    assert (best == "lr=1e-4") == (rows["dancegrpo"]["lr"] == 1e-4)
     for name in ("compare.md", "pareto.png", "credit.png"):
         assert Path("cmp", name).stat().st_size > 500
+    # the best trial is the run of the first seed
     runs = [json.loads(f.read_text()) for f in Path("cmp/runs").glob("*.json")]
-    assert len(runs) == 2 + 4 and len({r["points"][0]["reward"] for r in runs}) == 1
+    assert len(runs) == 1 + 4 and len({r["points"][0]["reward"] for r in runs}) == 1
     for r in runs:
         cfg, spent = t.Config(**t.tuples(r["config"])), [p["cost"] for p in r["points"]]
         assert spent[-1] == sum(ev.iteration_cost(cfg, n) for n in range(cfg.iterations))
@@ -2007,7 +2010,7 @@ def test_three_failures_end_a_run_and_are_told(monkeypatch, capsys):
 
 @pytest.mark.parametrize("argv, message", (
     ("--methods treegrp", "did you mean treegrpo"), ("", "--methods or --set"),
-    ("--methods treegrpo --lr tree=1e-4", "--lr tree=1e-4: allowed are treegrpo=X"),
+    ("--methods treegrpo --tune lr=fast", "--lr fast"),
     ("--methods treegrpo --baseline mixgrpo", "--baseline mixgrpo: allowed are treegrpo"),
     ("--set alone", "LABEL:METHOD"), ("--set a:treegrpo:depht=2", "did you mean --depth"),
     ("--methods treegrpo --modle tiny", "did you mean --model")))
