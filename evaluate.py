@@ -50,7 +50,7 @@ def plan(cfg, dims: int | None = None) -> str:
     steps = [T.schedule(dataclasses.replace(cfg, window_mode="fixed", window_start=i), 0)
              for i in starts]
     sample = " ".join(str(T.nfe(s, cfg.roots)[0]) for s in steps)
-    train = T.nfe(steps[0], cfg.roots, cfg.inner_epochs, cfg.kl > 0)[1]
+    train = T.nfe(steps[0], cfg.roots, cfg.inner_epochs, cfg.kl, cfg.anchor)[1]
     leaves = cfg.roots * math.prod(s.children for s in steps[0])
     doubled = cfg.guidance > 1 and T.family(cfg.model) != "flux"  # FLUX: guidance is an input
     double = " (x 2 for guidance)" if doubled else ""
@@ -1211,7 +1211,7 @@ class Check:
             got.append([int(log[f"evaluations_{phase}"]) for phase in ("sample", "update")])
             each = len(self.slots) * (2 if self.policy.guided else 1)
             wanted.append([c * each for c in T.nfe(T.schedule(cfg, n), cfg.roots, cfg.inner_epochs,
-                                                   cfg.kl > 0)])
+                                                   cfg.kl, cfg.anchor)])
         return got == wanted, f"[to sample, to train] {got[0]}, planned {wanted[0]}"
 
     def check_moves(self):
@@ -1364,7 +1364,7 @@ def policy_gradient(policy, tree, adv, cond, cfg: T.Config) -> None:
     for level, a, w in zip(tree.levels, adv, T.edge_weights(tree, cfg), strict=True):
         for batch in T.node_batches(len(level.x), level.parent, cfg.micro_batch):
             if level.step.train:
-                T.micro_batch_loss(policy, level, batch, cond, cfg, a, w, None)[0].backward()
+                T.micro_batch_loss(policy, level, batch, cond, cfg, a, w)[0].backward()
 
 def gaussian_estimates(cfg: T.Config, trees: int, raw: bool = False) -> Tensor:
     """Independent estimates of the gradient, one per tree -> (trees, T) float64.
@@ -1384,7 +1384,7 @@ def gaussian_estimates(cfg: T.Config, trees: int, raw: bool = False) -> Tensor:
 
 def estimators() -> dict[str, T.Config]:
     """Rows of the study; all with 27 leaves, all but the first on the same three steps."""
-    window = "--window-mode fixed --window-start 2 --micro-batch 1000000 "
+    window = "--anchor 0 --window-mode fixed --window-start 2 --micro-batch 1000000 "
     chains, tree = window + "--sibling-norm none --loss-reduce layer ", window + "--sibling-norm "
     flags = {"flat, all steps": chains + "--roots 27 --branch 1 --depth 0 --window-start 0",
              "flat, window": chains + "--roots 27 --branch 1",

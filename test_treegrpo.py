@@ -75,7 +75,7 @@ def config(method="treegrpo", **flags):
     preset = t.PRESETS[method]
     small = {"roots": min(preset.get("roots", 1), 2), "prompts_per_iteration": 2, "iterations": 2,
              "branch": tuple(min(k, 3) for k in preset.get("branch", (3,))), "eval_images": 4,
-             "eval_every": 2, "lr": 1e-3}
+             "eval_every": 2, "lr": 1e-3, "anchor": 0.0}
     cfg = t.resolve({"method": method} | small | flags)
     t.check_config(cfg)
     return cfg
@@ -90,7 +90,8 @@ def make_tree(*parents, prompt=(0,), log_prob=None, std=None, x=None):
                               torch.zeros(len(parent), *here.shape[1:]), old,
                               tensor(std[n] if std else 0.5)))
         of, root = of[parent], root[parent]
-    return t.Tree(levels, torch.zeros(len(of), 1, 1, 2), of, root)
+    leaves, noise = (torch.zeros(len(rows), 1, 1, 2) for rows in (of, prompt))
+    return t.Tree(levels, leaves, of, root, noise)
 
 def close(a, b, rtol=1e-5, atol=1e-6):
     torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=rtol, atol=atol,
@@ -302,6 +303,7 @@ def test_nfe_by_hand():  # start 0: 1 + 3 + 9, then 27 leaves for 7 steps = 202
     dance = t.parse(["--method", "dancegrpo", "--branch", "27", "1", "--train-fraction", "1"])
     assert t.nfe(t.schedule(dance, 0)) == (244, 217)
     assert t.nfe(fixed(), roots=2, inner_epochs=3, kl=True) == (404, 2 * 13 * 3 * 2)
+    assert t.nfe(fixed(), inner_epochs=3, anchor=True) == (202, (13 + 1) * 3 + 1)
 
 # ==== 3. Samplers ===============================================================================
 STEPS = {  # at sigma = .6 -> .5, alpha = .4 -> .6
@@ -574,11 +576,11 @@ class Line(t.Policy):
     def denoise(self, x, i, cond):
         return self.trainable[0] * x
 
-def gradients(policy, tree, adv, leaf, cfg, cond=None):
+def gradients(policy, tree, adv, leaf, cfg, cond=None, iteration=0):
     """Gradients and statistics of one update whose optimiser does not move."""
     cfg = dataclasses.replace(cfg, max_grad_norm=1e9, inner_epochs=1)
     still = torch.optim.SGD(policy.trainable, 0.0)
-    log = t.update(policy, tree, adv, leaf, cond or {}, cfg, still)
+    log = t.update(policy, tree, adv, leaf, cond or {}, cfg, still, iteration)
     return [p.grad.clone() for p in policy.trainable], log[0]
 
 def test_layer_tuning_by_hand():
@@ -610,12 +612,40 @@ def test_kl_by_hand():
     close(grad, 0.2 * 0.3 * (2 * c)**2 / var)
     assert policy.trainable[0] == tensor(0.8)
 
+def test_anchor_by_hand():
+    cfg, tree = config(anchor=0.2, steps=3, depth=1), make_tree([0, 0, 1, 1], prompt=(0, 1))
+    tree = dataclasses.replace(tree, leaves=tensor([2.0, 9, -1, 9]).view(4, 1, 1, 1),
+                               noise=tensor([1.0, 3]).view(2, 1, 1, 1))
+    zero, seen = [torch.zeros(4)], set()
+    assert gradients(Line(cfg), tree, zero, zero[0], cfg)[0][0] == 0  # the reference is the start
+    for iteration in range(8):
+        policy = Line(cfg, w=0.8)
+        i = t.anchor_level(policy, tree, {}, cfg, iteration).step.i
+        (grad,), _ = gradients(policy, tree, zero, zero[0], cfg, iteration=iteration)
+        sigma, seen = {1: 0.6, 2: 0.3}[i], seen | {i}
+        x = [(1 - sigma) * 2 + sigma, -(1 - sigma) + 3 * sigma]  # the first leaf of each prompt
+        close(grad, 0.2 * (x[0]**2 + x[1]**2) / 2 * 2 * (0.8 - 0.5))
+        assert policy.trainable[0] == tensor(0.8)
+    assert seen == {1, 2}  # all grid points after the window
+
+def test_anchor_leads_back_to_the_reference():
+    run, tree, adv, leaf, cond = scored(anchor=1.0)
+    for p in run.policy.trainable:
+        p.data.mul_(1.2)
+    level, gaps = t.anchor_level(run.policy, tree, cond, run.cfg, 0), []
+    for _ in range(30):
+        with torch.no_grad():
+            now = t.transition(run.policy, level.x, level.prompt, level.step, cond)[0]
+        gaps.append((now - level.pred).square().mean())
+        t.update(run.policy, tree, [0 * a for a in adv], leaf, cond, run.cfg, run.optimizer)
+    assert gaps[-1] < gaps[0] / 2
+
 def scored(**flags):
     run, tree = grow((0, 1, 2), branch=(2,), **flags)
     rewards = torch.rand(len(tree.leaves), generator=torch.Generator().manual_seed(0))
     leaf = t.leaf_advantages(rewards, tree.prompt)
-    for p in run.policy.trainable if run.cfg.kl else []:
-        p.data.mul_(1.001)  # away from the start, where the gradient of the KL is zero
+    for p in run.policy.trainable if run.cfg.kl or run.cfg.anchor else []:
+        p.data.mul_(1.001)  # away from the start, where the gradient of these is zero
     cond = run.policy.encode([t.CAPTIONS[3 * s] for s in range(3)])
     return run, tree, t.edge_advantages(tree, rewards, run.cfg), leaf, cond
 
@@ -627,7 +657,8 @@ def close_gradients(a, b):
 
 @pytest.mark.parametrize("flags", ({}, {"loss_reduce": "layer"}, {"step_weight": "std"},
                                    {"loss_reduce": "sum"}, {"kl": 0.5}, {"sft": 1.0},
-                                   {"model": "tiny-ddpm"}, {"train_fraction": 0.4}), ids=str)
+                                   {"model": "tiny-ddpm", "anchor": 1.0},
+                                   {"train_fraction": 0.4}), ids=str)
 def test_accumulation_equals_the_full_batch(flags):
     run, tree, adv, leaf, cond = scored(**flags)
     full, *parts = [gradients(run.policy, tree, adv, leaf,
@@ -641,10 +672,10 @@ def test_reductions_and_level_order():
     edges, total = [gradients(run.policy, tree, adv, leaf, dataclasses.replace(
         run.cfg, loss_reduce=r), cond)[0] for r in ("edges", "sum")]
     close_gradients([14 * g for g in edges], total)  # 3 prompts, 2 + 4 + 8 edges each
-    weights, tuning = t.edge_weights(tree, run.cfg), t.layer_tuning(tree, leaf)
+    weights = t.edge_weights(tree, run.cfg)
     run.optimizer.zero_grad()
-    back = dataclasses.replace(tree, levels=tree.levels[::-1])
-    t.accumulate_gradients(run.policy, back, adv[::-1], cond, run.cfg, weights[::-1], tuning[::-1])
+    t.accumulate_gradients(run.policy, tree.levels[::-1], adv[::-1], cond, run.cfg, weights[::-1],
+                           [None] * 3)
     close_gradients([p.grad / t.LOSS_SCALE for p in run.policy.trainable], edges)
 
 def test_extras_switched_off_leave_the_plain_tree():
@@ -1187,12 +1218,13 @@ def assert_same_run(a, b):
 @each_model
 @each_method
 def test_presets_train_and_count(method, model):
-    run = t.Run(cfg := config(method, model=model, out="run"))
+    anchor = t.PRESETS[method].get("anchor", 0.0)
+    run = t.Run(cfg := config(method, model=model, out="run", anchor=anchor))
     before = values(run.trainable)
     for i in range(2):
         run.iteration, steps = i, t.schedule(cfg, i)
         seen, log = run.policy.evaluations, run.train_iteration()
-        sample, train = t.nfe(steps, cfg.roots, cfg.inner_epochs, cfg.kl > 0)
+        sample, train = t.nfe(steps, cfg.roots, cfg.inner_epochs, cfg.kl, anchor)
         assert log["evaluations_sample"] == 2 * sample
         assert run.policy.evaluations - seen == 2 * (sample + train)
         assert log["ratio_max/0"] == 0 and 0 < log["grad_norm/0"] < math.inf
@@ -1490,16 +1522,16 @@ def level(*parent):
 def test_tree_places_by_hand():
     """Root 0 has edges 0, 2; root 1 edge 1. Below: edge 0 and 3 from node 0, 1 from 1, 2 from 2."""
     tree = t.Tree([level(0, 1, 0), level(0, 1, 2, 0)], torch.zeros(4, 1), None,
-                  tensor([0, 1, 0, 0]))
+                  tensor([0, 1, 0, 0]), None)
     top, middle, leaves = ev.tree_rows(tree)
     assert leaves == {0: 1.0, 3: 2.0, 2: 3.5, 1: 5.0}  # left to right, a gap between families
     assert middle == {0: 1.5, 2: 3.5, 1: 5.0} and top == {0: 2.5, 1: 5.0}
 
 def test_large_trees_are_cut():
-    chains = t.Tree([level(*range(24))] * 3, torch.zeros(24, 1), None, torch.arange(24))
+    chains = t.Tree([level(*range(24))] * 3, torch.zeros(24, 1), None, torch.arange(24), None)
     assert [len(row) for row in ev.tree_rows(chains)] == [12] * 4
     wide = t.Tree([level(*[n // 100 for n in range(200)])], torch.zeros(200, 1), None,
-                  torch.zeros(200))
+                  torch.zeros(200), None)
     assert [len(row) for row in ev.tree_rows(wide)] == [1, 81]
 
 def test_weights_of_a_run():
@@ -1931,7 +1963,8 @@ def test_costs_are_those_of_nfe_and_stay_within_the_budget(method):
     cfg = ev.make_job(flags, 3, 50_000, 1, Path("x")).cfg
     for n in range(cfg.iterations + 1):
         sample, train = t.nfe(t.schedule(cfg, n), cfg.roots, cfg.inner_epochs)
-        costs.append(8 * (sample + (4 if cfg.kl else 3) * train))
+        anchor = (1 + 3 * cfg.inner_epochs) * (method == "treegrpo-fast")
+        costs.append(8 * (sample + (4 if cfg.kl else 3) * train + anchor))
     assert sum(costs[:-1]) <= 50_000 < sum(costs)
     assert ev.make_job(flags, 3, 1, 1, Path("x")).cfg.iterations == 1
 
@@ -1983,7 +2016,7 @@ def test_counted_evaluations_are_the_cost(tmp_path):
     job = ev.make_job([*SHORT, "--inner-epochs", "2"], 0, 300, 300, tmp_path)
     log = t.Run(job.cfg).train_iteration()
     counted = log["evaluations_sample"] + 3 * log["evaluations_update"]
-    assert ev.iteration_cost(job.cfg, 0) == counted
+    assert ev.iteration_cost(job.cfg, 0) == counted - 2 * 2  # the anchor's reference: no backward
 
 def test_a_killed_run_is_done_again(tmp_path, monkeypatch):
     job, real, calls = ev.make_job(SHORT, 0, 900, 300, tmp_path), t.Run.train_iteration, []

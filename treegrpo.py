@@ -150,6 +150,7 @@ class Config:
     loss_reduce: str = opt("edges", "mean over edges, over leaves per layer, or sum (eq. 12)",
                            choices=("edges", "layer", "sum"))
     kl: float = opt(0.0, "weight of the KL divergence from the reference model", lo=0)
+    anchor: float = opt(0.0, "weight of staying with the reference after the window", lo=0)
     sft: float = opt(0.0, "lambda: imitate the best path (D eq. 13)", lo=0)
     lr: float = opt(5e-4, "learning rate of AdamW", above=0)
     lr_schedule: str = opt("linear", "decay of the rate", choices=("constant", "linear", "cosine"))
@@ -178,9 +179,9 @@ class Config:
 
 FLAT = {"branch": (1,), "depth": 0, "window_mode": "fixed", "sibling_norm": "none"}  # chains
 PRESETS = {  # what the published methods do differently, as rows of one table (sources: README)
-    "treegrpo": {},
+    "treegrpo": {"anchor": 1e-3},
     "treegrpo-paper": {"sibling_norm": "none", "backup": "prob", "loss_reduce": "sum"},
-    "treegrpo-fast": {"tail_steps": 2, "inner_epochs": 2, "lr": 3e-4},  # 2 updates: smaller steps
+    "treegrpo-fast": {"anchor": 1e-3, "tail_steps": 2, "inner_epochs": 2},
     "dynamic-treerpo": {"branch": (2,), "depth": 4, "window_mode": "sliding", "noise_growth": 0.5,
                         "clip_min": 0.0128, "clip_max": 0.0512, "inner_epochs": 2, "sft": 0.001},
     "flow-grpo": FLAT | {"roots": 24, "kl": 0.04},
@@ -275,17 +276,18 @@ def ode_steps(points) -> list[Step]:
     """Deterministic steps through the given grid points."""
     return [Step(i, j) for i, j in zip(points, points[1:], strict=False)]
 
-def nfe(steps: list[Step], roots: int = 1, inner_epochs: int = 1, kl: bool = False):
+def nfe(steps: list[Step], roots: int = 1, inner_epochs: int = 1, kl=False, anchor=False):
     """Denoiser evaluations per prompt (to sample, to train); double under guidance."""
     nodes, sample, train = roots, 0, 0
     for step in steps:
         sample, train, nodes = sample + nodes, train + nodes * step.train, nodes * step.children
-    return sample, train * inner_epochs * (2 if kl else 1)
+    return sample, inner_epochs * (train * (2 if kl else 1) + bool(anchor)) + bool(anchor)
 
 def forward_equivalents(steps: list[Step], cfg: Config) -> int:
     """Cost per prompt in forward passes; a backward pass counts as two."""
-    sample, train = nfe(steps, cfg.roots, cfg.inner_epochs)
-    return sample + train * (4 if cfg.kl else 3)
+    sample, train = nfe(steps, cfg.roots)
+    epoch = train * (4 if cfg.kl else 3) + 3 * bool(cfg.anchor)
+    return sample + cfg.inner_epochs * epoch + bool(cfg.anchor)  # the reference, once
 
 # ==== 3. Samplers: mean and std of one step. Pure; float32 or float64 in, the same out ==========
 # x latent, v velocity (noise - data), sigma from 1 (noise) to 0, alpha the cumulative one of DDPM
@@ -364,6 +366,7 @@ class Tree:
     leaves: Tensor  # (L, C, H, W) final latents; leaf n hangs from edge n of the last level
     prompt: Tensor  # (L,) prompt of each leaf
     root: Tensor  # (L,) root of each leaf
+    noise: Tensor  # (R, C, H, W) initial latents of the roots
 
     def groups(self, kind: str) -> Tensor:
         """Group in which each leaf is compared, kind "prompt" or "root" -> (L,)."""
@@ -408,7 +411,8 @@ def rollout(policy, cond, prompt: Tensor, steps: list[Step], draw, micro_batch: 
     """Grow the trees of all prompts, level by level; with ODE steps only, a plain sampler.
     cond: dict of tensors (P, ...); prompt (R,): prompt of each root, sorted; draw: `tree_noise`.
     """
-    x, root, levels = draw(0, prompt), torch.arange(len(prompt)), []
+    x = start = draw(0, prompt)
+    root, levels = torch.arange(len(prompt)), []
     for step in steps:
         parent = torch.arange(len(x)).repeat_interleave(step.children)
         noise = draw(len(levels) + 1, prompt[parent]) if step.noise else None
@@ -430,7 +434,7 @@ def rollout(policy, cond, prompt: Tensor, steps: list[Step], draw, micro_batch: 
             levels.append(Level(step, x, torch.cat(preds), prompt, parent, samples,
                                 torch.cat(log_probs), std))
         x, prompt, root = samples, prompt[parent], root[parent]
-    return Tree(levels, x, prompt, root)
+    return Tree(levels, x, prompt, root, start)
 
 def check_finite(what: str, value: Tensor, step: int, prompt: Tensor) -> None:
     """value (N, ...); prompt (N,): index of each row's prompt."""
@@ -563,8 +567,26 @@ def layer_tuning(tree: Tree, leaf_adv: Tensor) -> list[tuple[Tensor, Tensor]]:
     trained = sum(level.step.train for level in tree.levels)
     return [(target, w / c / trained) for (target, w, _), c in zip(out, count, strict=True)]
 
-def micro_batch_loss(policy, level: Level, batch, cond, cfg: Config, adv, weight, tuning):
-    """Loss of the edges of some nodes: a scalar, and statistics per edge."""
+@torch.no_grad()
+def anchor_level(policy, tree: Tree, cond, cfg: Config, iteration: int) -> Level:
+    """A level without edges: one leaf of each prompt, noised to a grid point after the window,
+    and the reference's output there, to be imitated.
+    The window's advantages cannot see the steps after it, for siblings share them, and yet its
+    updates move them, for all steps share the weights.
+    """
+    i = stream(cfg.seed, iteration, "anchor").randrange(tree.levels[-1].step.j, cfg.steps)
+    step, none = Step(i, i + 1, train=True), torch.arange(0)
+    leaf = torch.tensor([int((tree.prompt == p).nonzero()[0]) for p in tree.prompt.unique()])
+    x, prompt = policy.noised(tree.leaves[leaf], tree.noise[tree.root[leaf]], i), tree.prompt[leaf]
+    with policy.reference():
+        pred = [transition(policy, x[rows], prompt[rows], step, cond)[0].cpu()
+                for rows, *_ in node_batches(len(x), none, cfg.micro_batch)]
+    return Level(step, x, torch.cat(pred), prompt, none, x[:0], x.new_zeros(0), x.new_zeros(()))
+
+def micro_batch_loss(policy, level: Level, batch, cond, cfg: Config, adv, weight, imitate=None):
+    """Loss of the edges of some nodes: a scalar, and statistics per edge.
+    imitate: per node of the level the node whose stored output it imitates, and its weight.
+    """
     nodes, edges, local = batch
     here = level.x[nodes], level.prompt[nodes], level.step, cond
     if cfg.kl:
@@ -574,24 +596,24 @@ def micro_batch_loss(policy, level: Level, batch, cond, cfg: Config, adv, weight
     sample, old, adv, weight = (t[edges].to(mean.device) for t in
                                 (level.sample, level.log_prob_old, adv, weight))
     log_prob = gaussian_log_prob(sample, mean[local], std)
-    loss, stats = clipped_surrogate(log_prob, old, adv, clip_range(cfg, adv, sample[0].numel()))
+    loss, stats = clipped_surrogate(log_prob, old, adv, clip_range(cfg, adv, pred[0].numel()))
     if cfg.kl:
         stats["kl"] = gaussian_kl(mean, ref, std)[local]
         loss = loss + cfg.kl * stats["kl"]
     check_finite("loss", loss[:, None], level.step.i, level.prompt[level.parent[edges]])
     loss = (weight * loss).sum()
-    if cfg.sft:
-        target, lead = (t[nodes] for t in tuning)
+    if imitate:
+        target, lead = (t[nodes] for t in imitate)
         gap = ((pred - level.pred[target].to(pred.device)) ** 2).flatten(1).mean(1)
-        loss = loss + cfg.sft * (lead.to(gap.device) * gap).sum()
+        loss = loss + (lead.to(gap.device) * gap).sum()
     return loss, stats
 
 LOSS_SCALE = 2.0**12  # keeps fp16 gradients from underflow; a power of two is exact in fp32
 
-def accumulate_gradients(policy, tree: Tree, adv, cond, cfg: Config, weights, tuning):
+def accumulate_gradients(policy, levels: list[Level], adv, cond, cfg: Config, weights, imitate):
     """One backward pass per micro-batch of nodes; they add up to LOSS_SCALE x the gradient."""
     parts = []
-    for level, *targets in zip(tree.levels, adv, weights, tuning, strict=True):
+    for level, *targets in zip(levels, adv, weights, imitate, strict=True):
         for batch in node_batches(len(level.x), level.parent, cfg.micro_batch):
             if level.step.train:
                 loss, stats = micro_batch_loss(policy, level, batch, cond, cfg, *targets)
@@ -603,13 +625,20 @@ def accumulate_gradients(policy, tree: Tree, adv, cond, cfg: Config, weights, tu
                 parts.append({k: v.detach().float().cpu() for k, v in stats.items()})
     return {k: torch.cat([p[k] for p in parts]) for k in parts[0]}
 
-def update(policy, tree: Tree, adv, leaf_adv, cond, cfg: Config, optimizer) -> list[dict]:
-    """`inner_epochs` optimiser steps on one rollout -> statistics of each."""
-    weights, log = edge_weights(tree, cfg), []
-    tuning = layer_tuning(tree, leaf_adv) if cfg.sft else [None] * len(adv)
+def update(policy, tree: Tree, adv, leaf_adv, cond, cfg: Config, optimizer, iteration=0):
+    """`inner_epochs` optimiser steps on one rollout -> list of the statistics of each."""
+    levels, weights, imitate, log = tree.levels, edge_weights(tree, cfg), [None] * len(adv), []
+    if cfg.sft:
+        imitate = [(target, cfg.sft * lead) for target, lead in layer_tuning(tree, leaf_adv)]
+    if cfg.anchor:
+        levels = [*levels, anchor_level(policy, tree, cond, cfg, iteration)]
+        nodes, none = len(levels[-1].x), torch.zeros(0)
+        share = torch.full((nodes,), cfg.anchor) / all_sum(torch.tensor(float(nodes)))
+        adv, weights = [*adv, none], [*weights, none]
+        imitate = [*imitate, (torch.arange(nodes), share)]
     for _ in range(cfg.inner_epochs):
         optimizer.zero_grad(set_to_none=False)
-        stats = together(accumulate_gradients, policy, tree, adv, cond, cfg, weights, tuning)
+        stats = together(accumulate_gradients, policy, levels, adv, cond, cfg, weights, imitate)
         for p in policy.trainable:
             p.grad = all_sum(torch.zeros_like(p) if p.grad is None else p.grad / LOSS_SCALE)
         norm = nn.utils.clip_grad_norm_(policy.trainable, cfg.max_grad_norm)
@@ -705,6 +734,12 @@ class Policy:
             return x - a * pred
         scaled = (1 - a).sqrt() * pred
         return (x - scaled) / a.sqrt() if self.kind == "eps" else a.sqrt() * x - scaled
+
+    def noised(self, x: Tensor, noise: Tensor, i: int) -> Tensor:
+        """Clean latents x with the noise of grid point i -> (N, C, H, W)."""
+        a = self.grid[i]
+        signal, blur = (1 - a, a) if self.kind == "flow" else (a.sqrt(), (1 - a).sqrt())
+        return signal * x + blur * noise
 
     def reference(self):
         """Context in which the denoiser is the untrained one."""
@@ -1335,7 +1370,8 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = cfg.lr * LR_SCHEDULES[cfg.lr_schedule](self.iteration / cfg.iterations)
         with naming(prompts):
-            epochs = update(policy, tree, adv, leaf, policy.encode(prompts), cfg, self.optimizer)
+            epochs = update(policy, tree, adv, leaf, policy.encode(prompts), cfg, self.optimizer,
+                            self.iteration)
         for average, p in zip(self.ema, self.trainable, strict=False):
             average.lerp_(p.data, 1 - cfg.ema)
         log = {"window": tree.levels[0].step.i, "lr": group["lr"]}
