@@ -23,7 +23,8 @@ Deviations, all undone by `--method treegrpo-paper`:
   - siblings are centred on the mean of the *other* siblings; the paper does not centre them;
   - children are averaged equally; the paper weights them by softmax of their log-probabilities,
     which differs by about 1/sqrt(2D) only when these are means over D latent dimensions;
-  - the loss is the mean over edges; the paper sums them.
+  - the loss is the mean over edges; the paper sums them;
+  - the steps after the window, which no advantage sees, are anchored at the reference model.
 
     python treegrpo.py                              # tiny model, no download, minutes on a CPU
     python treegrpo.py --model sd15                 # Stable Diffusion 1.5, LoRA, one GPU
