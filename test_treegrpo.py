@@ -484,9 +484,8 @@ def test_groups_ties_several_rewards_and_clip():
     close(edges(tree, rewards), tensor([-5.75, -4.75, 4.25, 6.25]) / 28.1875**0.5)
     close(edges(tree, rewards, group="root"), [-1.0, 1, -1, 1])
     close(t.leaf_advantages(tensor([1.0, 1, 2, 2]), tree.prompt), [-1.0, -1, 1, 1])
-    floored = t.leaf_advantages(tensor([1.0, 3, 5, 5]), tensor([0, 0, 1, 1]), std_floor=3.0)
-    close(floored, [-0.25, 0.25, 0, 0])  # std 1, and no spread
-    close(edges(make_tree([0, 0]), tensor([1.0, 3]), std_floor=3.0), [-0.25, 0.25])
+    alike = t.leaf_advantages(tensor([1.0, 3, 5, 5]), tensor([0, 0, 1, 1]))
+    close(alike, [-1.0, 1, 0, 0])  # std 1, and no spread
     two = tensor([[0.0, 1], [3000, 1000]])  # each +-1 on its own; the scale must not matter
     close(t.leaf_advantages(two, tensor([0, 0]), (0.8, 0.2)), [-0.6, 0.6])
     with pytest.raises(ValueError, match="2 or more"):

@@ -138,7 +138,6 @@ class Config:
     backup: str = opt("mean", "children's weights: equal, or eq. 11", choices=("mean", "prob"))
     sibling_norm: str = opt("center", "how an edge is compared with its siblings",
                             choices=("center", "std", "none", "depth"))
-    std_floor: float = opt(0.0, "added to the std of eq. 9: smaller steps as spread vanishes", lo=0)
     adv_clip: float = opt(5.0, "advantages are clipped to +- this", above=0)
     # the update
     clip: float = opt(0.0256, "the ratio is clipped at 1 +- clip / sqrt(D)", above=0)
@@ -464,8 +463,8 @@ def group_stats(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]
     var = zeros.index_add(0, groups, (values - mean[groups]) ** 2) / count
     return mean[groups], var.sqrt()[groups], count[groups]
 
-def leaf_advantages(rewards: Tensor, groups: Tensor, weights=(1.0,), std_floor=0.0) -> Tensor:
-    """(S - mean) / (std + std_floor) within each group, eq. 9 with std_floor = 0 -> (L,).
+def leaf_advantages(rewards: Tensor, groups: Tensor, weights=(1.0,)) -> Tensor:
+    """(S - mean) / std within each group (eq. 9) -> (L,); 0 where there is no spread.
     rewards (L,) or (R, L): several are normalised one by one, then weighted and added.
     groups (L,): group index of each leaf; a group of one is refused (ValueError).
     """
@@ -474,8 +473,7 @@ def leaf_advantages(rewards: Tensor, groups: Tensor, weights=(1.0,), std_floor=0
         mean, std, count = group_stats(r, groups)
         require((count > 1).all(), "a group of one leaf: 2 or more are needed", ValueError)
         least = MIN_SPREAD * mean.abs().clamp(min=1)  # float32 rounds to about 1e-7 of the mean
-        scale = (std + std_floor).clamp(min=MIN_SPREAD)
-        total = total + w * torch.where(std < least, 0, (r - mean) / scale)
+        total = total + w * torch.where(std < least, 0, (r - mean) / std.clamp(min=MIN_SPREAD))
     return total
 
 def child_weights(level: Level, mode: str) -> Tensor:
@@ -515,7 +513,7 @@ def normalize_siblings(tree: Tree, adv: list[Tensor], mode: str = "center") -> l
 
 def edge_advantages(tree: Tree, rewards: Tensor, cfg: Config, weights=(1.0,)) -> list[Tensor]:
     """Backup, then normalisation among siblings; rewards (L,) or (R, L) -> per level (E,)."""
-    leaf = leaf_advantages(rewards, tree.groups(cfg.group), weights, cfg.std_floor)
+    leaf = leaf_advantages(rewards, tree.groups(cfg.group), weights)
     adv = normalize_siblings(tree, backup(tree, leaf, cfg.backup), cfg.sibling_norm)
     return [a.clamp(-cfg.adv_clip, cfg.adv_clip) for a in adv]
 
@@ -1367,7 +1365,7 @@ class Run:
             tree, images, rewards = together(self.grow, self.iteration, slots, prompts)
         grown = self.mark()
         adv = edge_advantages(tree, rewards, cfg, self.weights)
-        leaf = leaf_advantages(rewards, tree.groups(cfg.group), self.weights, cfg.std_floor)
+        leaf = leaf_advantages(rewards, tree.groups(cfg.group), self.weights)
         for group in self.optimizer.param_groups:
             group["lr"] = cfg.lr * LR_SCHEDULES[cfg.lr_schedule](self.iteration / cfg.iterations)
         with naming(prompts):
