@@ -1003,17 +1003,23 @@ def compare_command(args) -> None:
     """train methods on equal denoiser cost; flags that it does not know go to treegrpo.py"""
     rows, out = variants(args), Path(args.out or "runs/compare")
     every = args.every or max(1, args.budget // 10)
-    def job(label: str, seed: int, trial: str = "") -> Job:
+    both = set(args.seeds) & set(args.tune_seeds if args.tune else ())
+    T.require(not both, f"--tune-seeds {' '.join(map(str, both))}: are in --seeds, and the best of "
+              "several trials is no fair result; take other seeds")
+    def job(label: str, seed: int, trial: str = "", every: int = every) -> Job:
         return make_job([*rows[label], *settings(trial)], seed, args.budget, every, out)
-    trials = {(m, trial): job(m, args.seeds[0], trial) for m in args.methods for trial in args.tune}
+    trials = {(m, trial, seed): job(m, seed, trial, args.budget)  # evaluated at the end only
+              for m in args.methods for trial in args.tune for seed in args.tune_seeds}
     for label in rows:
         job(label, 0)  # refuses bad flags before anything runs
     trials = run_jobs(trials, args.jobs)
-    for m in {m for m, _ in trials}:
-        rows[m] += settings(max(args.tune, key=lambda trial, m=m: final(trials[m, trial])))
+    ends = {m: {trial: statistics.mean(final(trials[m, trial, seed]) for seed in args.tune_seeds)
+                for trial in args.tune} for m in args.methods if args.tune}
+    for m, by_trial in ends.items():
+        rows[m] += settings(max(by_trial, key=by_trial.get))
     done = run_jobs({(label, seed): job(label, seed) for label in rows for seed in args.seeds},
                     args.jobs)
-    write_comparison(args, out, {r: [done[r, s] for s in args.seeds] for r in rows}, trials)
+    write_comparison(args, out, {r: [done[r, s] for s in args.seeds] for r in rows}, ends)
 
 def summarise(results: list[dict], levels: list[float], baselines: dict) -> dict:
     """A row of the table: medians over seeds, of the reward with [least, most]."""
@@ -1040,7 +1046,7 @@ def summarise(results: list[dict], levels: list[float], baselines: dict) -> dict
     return row | {"diversity of leaves": median("diversity"), "places": median("places"),
                   "diversity of evaluation": median("eval_diversity")}
 
-def write_comparison(args, out: Path, results: dict, trials: dict) -> None:
+def write_comparison(args, out: Path, results: dict, ends: dict) -> None:
     """compare.md, compare.json, pareto.png, credit.png."""
     baselines, every = {b: results[b] for b in args.baseline}, sum(results.values(), [])
     rows = {label: summarise(r, args.levels, baselines) for label, r in results.items()}
@@ -1055,15 +1061,13 @@ def write_comparison(args, out: Path, results: dict, trials: dict) -> None:
              "[least, most]. Cost: a forward pass is 1, a backward pass 2, evaluation is free; "
              f"seconds are {every[0]['seconds']} seconds, without evaluation. ×: how much less is "
              "needed to reach the median best reward of that baseline."]
-    if trials:
-        lines += ["", f"Final reward of the trials, seed {args.seeds[0]}", "",
-                  *table(["method", *args.tune],
-                         [[m, *(f"{final(trials[m, trial]):.3f}" for trial in args.tune)]
-                          for m in args.methods])]
+    if ends:
+        lines += ["", f"Final reward of the trials, seeds {' '.join(map(str, args.tune_seeds))}, "
+                  "mean", "", *table(["trial", *ends], [
+                      [trial, *(f"{ends[m][trial]:.3f}" for m in ends)] for trial in args.tune])]
     lines += [f"\n{label} stopped early: {r['failed']}" for label, runs in results.items()
               for r in runs if r["failed"]]
-    tuning = [{"method": m, "trial": trial, "final": final(r)} for (m, trial), r in trials.items()]
-    publish(out, "compare", lines, {"command": args.line, "rows": rows, "tuning": tuning},
+    publish(out, "compare", lines, {"command": args.line, "rows": rows, "tuning": ends},
             pareto=functools.partial(draw_pareto, results, args.levels),
             credit=functools.partial(draw_credit, results))
 
@@ -1512,8 +1516,9 @@ FLAGS = {
     "--seeds": flag("[0]", (0,), int, many=True),
     "--budget": flag("cost of each run [200000]", 200_000, positive),
     "--every": flag("cost between evaluations [budget / 10]", kind=positive),
-    "--tune": flag("trials, flag=value,... : each row of --methods takes the one with which the "
-                   "first seed ends best", (), many=True),
+    "--tune": flag("trials, flag=value,... : each row of --methods takes the one that ends best, "
+                   "in the mean of", (), many=True),
+    "--tune-seeds": flag("these seeds, none of --seeds [1000]", (1000,), int, many=True),
     "--jobs": flag("processes, one thread each [1]", 1, positive),
     "--levels": flag("rewards for which the cost is given [.6 .7 .8]", (0.6, 0.7, 0.8), float,
                      many=True),
@@ -1527,8 +1532,8 @@ COMMANDS = {  # name: (function, its arguments)
     "sample": (sample_command, "run texts --n --seed --weights --out"),
     "score": (score_command, "runs --n --seed --weights --out --prompts --metrics "
                              "--reward-weights"),
-    "compare": (compare_command, "--methods --set --seeds --budget --every --tune --jobs "
-                                 "--levels --baseline --out"),
+    "compare": (compare_command, "--methods --set --seeds --budget --every --tune --tune-seeds "
+                                 "--jobs --levels --baseline --out"),
     "check": (check_command, ""),
     "why": (why_command, "--trees --tiny-trees --states --out"),
 }
