@@ -44,11 +44,15 @@ from torch import Tensor, nn
 import treegrpo as T
 
 # ==== 1. What treegrpo.py says of a run =========================================================
+def schedules(cfg) -> dict:
+    """Schedule by the step where the window may start."""
+    starts = [cfg.window_start] if cfg.window_mode == "fixed" else range(cfg.steps - cfg.window)
+    return {i: T.schedule(dataclasses.replace(cfg, window_mode="fixed", window_start=i), 0)
+            for i in starts}
+
 def plan(cfg, dims: int | None = None) -> str:
     """What an iteration does and costs, beside flat GRPO with as many leaves."""
-    starts = [cfg.window_start] if cfg.window_mode == "fixed" else range(cfg.steps - cfg.window)
-    steps = [T.schedule(dataclasses.replace(cfg, window_mode="fixed", window_start=i), 0)
-             for i in starts]
+    steps = list(schedules(cfg).values())
     sample = " ".join(str(T.nfe(s, cfg.roots)[0]) for s in steps)
     train = T.nfe(steps[0], cfg.roots, cfg.inner_epochs, cfg.kl, cfg.anchor)[1]
     leaves = cfg.roots * math.prod(s.children for s in steps[0])
@@ -989,6 +993,11 @@ def fall(result: dict) -> float:
     best = itertools.accumulate(rewards, max)
     return max(b - r for b, r in zip(best, rewards, strict=True))
 
+def start_costs(result: dict) -> dict[int, int]:
+    """Cost of a prompt in one iteration, by the step where the window starts."""
+    cfg = T.Config(**result["config"])
+    return {i: T.forward_equivalents(s, cfg) for i, s in schedules(cfg).items()}
+
 def cost_to(points: list[dict], level: float, unit: str = "cost") -> float:
     """Cost at which the reward first reaches a level, linear between evaluations; inf if never."""
     if points[0]["reward"] >= level:
@@ -1065,6 +1074,11 @@ def write_comparison(args, out: Path, results: dict, ends: dict) -> None:
         lines += ["", f"Final reward of the trials, seeds {' '.join(map(str, args.tune_seeds))}, "
                   "mean", "", *table(["trial", *ends], [
                       [trial, *(f"{ends[m][trial]:.3f}" for m in ends)] for trial in args.tune])]
+    costs = {label: start_costs(r[0]) for label, r in results.items()}
+    starts = sorted(set().union(*costs.values()))
+    lines += ["", "Cost of a prompt, by the step where the window starts", "",
+              *table(["method", *starts], [[label, *(row.get(i, "") for i in starts)]
+                                           for label, row in costs.items()])]
     lines += [f"\n{label} stopped early: {r['failed']}" for label, runs in results.items()
               for r in runs if r["failed"]]
     publish(out, "compare", lines, {"command": args.line, "rows": rows, "tuning": ends},
@@ -1093,22 +1107,27 @@ def draw_pareto(results: dict, levels: list[float], path: Path) -> None:
         fig.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
 
 def draw_credit(results: dict, path: Path) -> None:
-    """Advantage by leaf and step of one rollout of the base; below, its mean size by step."""
+    """Advantage by leaf and step of one rollout of the base; below, its mean size by step, and
+    what a prompt costs by the step where the window starts.
+    """
     runs = {label: r[0] for label, r in results.items()}
     limit = max(abs(a) for r in runs.values() for x in r["credit"]["example"] for a in x.values())
-    size = 1.5 + 2.2 * len(runs), 4.6
-    with figure(path, size, 2, len(runs), height_ratios=(3, 1), sharey="row") as (fig, axes):
-        for (label, run), top, low in zip(runs.items(), *axes, strict=True):
+    size = 1.5 + 2.2 * len(runs), 5.6
+    with figure(path, size, 3, len(runs), height_ratios=(3, 1, 1), sharey="row") as (fig, axes):
+        for (label, run), top, *low in zip(runs.items(), *axes, strict=True):
             steps, mean = run["config"]["steps"], run["credit"]["size"]
             grid = [[x.get(str(i), math.nan) for i in range(steps)]
                     for x in run["credit"]["example"]]
             image = top.imshow(grid, aspect="auto", cmap="coolwarm_r", vmin=-limit, vmax=limit,
                                extent=(-0.5, steps - 0.5, 1, 0), interpolation="nearest")
             top.set(title=label, yticks=[], facecolor="0.92")
-            low.bar(list(map(int, mean)), list(mean.values()), color="grey")
-            low.set(xlim=(-0.5, steps - 0.5), xlabel="denoising step")
-        axes[0, 0].set(ylabel="leaves")
-        axes[1, 0].set(ylabel="mean |advantage|")
+            for ax, bars in zip(low, (mean, start_costs(run)), strict=True):
+                ax.bar(list(map(int, bars)), list(bars.values()), color="grey")
+                ax.set(xlim=(-0.5, steps - 0.5))
+            low[0].set(xlabel="denoising step")
+            low[1].set(xlabel="start of the window")
+        for ax, name in zip(axes[:, 0], ("leaves", "mean |A|", "cost"), strict=True):
+            ax.set(ylabel=name)
         fig.colorbar(image, ax=axes[0], label="advantage", aspect=30, pad=0.01)
 
 # ==== 10. check: silent faults of a model and a method ==========================================

@@ -1967,6 +1967,13 @@ def test_costs_are_those_of_nfe_and_stay_within_the_budget(method):
     assert sum(costs[:-1]) <= 50_000 < sum(costs)
     assert ev.make_job(flags, 3, 1, 1, Path("x")).cfg.iterations == 1
 
+def test_cost_of_a_prompt_by_the_start_of_the_window():
+    def costs(method):
+        return ev.start_costs({"config": dataclasses.asdict(t.parse(["--method", method]))})
+    sampling = [202, 176, 150, 124, 98, 72, 46]  # 1 + 1 + 3 + 9 + 27 ... ; 13 nodes are trained
+    assert costs("treegrpo-paper") == {i: n + 39 for i, n in enumerate(sampling)}
+    assert costs("dancegrpo") == {0: 1 + 12 * 9 + 3 * 12 * 5}  # 5 of 9 steps, here not the first
+
 def test_compare_writes_all_and_caches(monkeypatch):
     argv = ["compare", "--methods", "dancegrpo", "--set",
             "k 2:treegrpo:branch=2,no-full,sibling_norm=std", "--seeds", 0, 1, "--budget", 900,
